@@ -1,0 +1,1 @@
+"""The serving side: HTTP surface, controller, scheduler and cache accounting. No device calls."""

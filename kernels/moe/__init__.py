@@ -1,0 +1,5 @@
+"""A mixture of gated experts."""
+
+from plait.kernels.moe.op import moe
+
+__all__ = ["moe"]

@@ -1,0 +1,136 @@
+"""selective_state_update."""
+
+import pytest
+import torch
+
+from plait.kernels.errors import DtypeError, ShapeError
+from plait.kernels.selective_state_update import reference, selective_state_update
+from plait.kernels.ssd_scan import reference as scan_reference
+from plait.kernels.ssd_scan import ssd_scan
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def update_inputs(make, num_rows, *, heads=4, groups=2, dtype=F32, state_dtype=F32):
+    rows = make.decode_rows(num_rows)
+    head_dim, state_dim = 5, 7
+    return rows | {
+        "x": make.normal(num_rows, heads, head_dim, dtype=dtype),
+        "dt": make.normal(num_rows, heads, dtype=dtype),
+        "A": -make.uniform(heads, low=0.1, high=4.0),
+        "B": make.normal(num_rows, groups, state_dim, dtype=dtype),
+        "C": make.normal(num_rows, groups, state_dim, dtype=dtype),
+        "state": make.state(rows, (heads, head_dim, state_dim), state_dtype),
+        "D": make.normal(heads),
+        "dt_bias": make.normal(heads),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        pytest.param(F32, F32, id="base"),
+        pytest.param(BF16, F32, id="bf16"),
+        pytest.param(F32, BF16, id="bf16 state"),
+        pytest.param(BF16, BF16, id="bf16 with bf16 state"),
+        pytest.param(BF16, F16, id="bf16 with fp16 state"),
+        pytest.param(F64, F64, id="fp64"),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_is_as_exact_as_plain_torch(make, match, num_rows, dtype, state_dtype):
+    inputs = update_inputs(make, num_rows, dtype=dtype, state_dtype=state_dtype)
+    match(selective_state_update, reference.selective_state_update, inputs, ["state"])
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_a_row_may_update_its_slot_in_place(make, match, state_dtype):
+    inputs = update_inputs(make, 5, state_dtype=state_dtype)
+    inputs["write_slots"] = inputs["read_slots"]
+    match(selective_state_update, reference.selective_state_update, inputs, ["state"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"D": None}, id="no D"),
+        pytest.param({"dt_bias": None}, id="no dt_bias"),
+        pytest.param({"dt_softplus": False}, id="no softplus"),
+        pytest.param({"dt_limit": (0.3, 0.9)}, id="dt_limit"),
+        pytest.param({"D": None, "dt_bias": None, "dt_softplus": False}, id="none of them"),
+    ],
+)
+def test_optional_arguments(make, match, run, options):
+    inputs = update_inputs(make, 5)
+    base = run(selective_state_update, inputs, ["state"])["out"]
+    ours = match(
+        selective_state_update, reference.selective_state_update, inputs | options, ["state"]
+    )
+    assert not torch.allclose(ours["out"], base)
+
+
+def test_heads_may_touch_groups_irregularly(make, match, run):
+    inputs = update_inputs(make, 5, heads=3)
+    group_of_head = make.int64(0, 0, 1)
+    mapped = inputs | {"group_of_head": group_of_head}
+    match(selective_state_update, reference.selective_state_update, mapped, ["state"])
+    one_each = {name: inputs[name][:, group_of_head] for name in ("B", "C")}
+    expanded = run(selective_state_update, inputs | one_each, ["state"])["out"]
+    torch.testing.assert_close(run(selective_state_update, mapped, ["state"])["out"], expanded)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_decode_equals_prefill(make, match, dtype):
+    """Token by token on the slot gives what one scan over the sequence gives."""
+    num_tokens = 40
+    inputs = update_inputs(make, num_tokens, dtype=dtype)
+    inputs["read_slots"], inputs["write_slots"] = make.int64(1), make.int64(2)
+
+    def decode(*, x, dt, B, C, read_slots, write_slots, **rest):
+        outs = []
+        for t in range(num_tokens):
+            token = {"x": x[t, None], "dt": dt[t, None], "B": B[t, None], "C": C[t, None]}
+            slots = {"read_slots": write_slots if t else read_slots, "write_slots": write_slots}
+            outs.append(selective_state_update(**token, **slots, **rest))
+        return torch.cat(outs)
+
+    whole = {
+        "cu_seqlens": make.int32(0, num_tokens),
+        "has_initial_state": make.int64(1) > 0,
+    }
+    match(decode, lambda **given: scan_reference.ssd_scan(**given, **whole), inputs, ["state"])
+    match(
+        lambda **given: ssd_scan(**given, **whole),
+        lambda **given: scan_reference.ssd_scan(**given, **whole),
+        inputs,
+        ["state"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"dt": torch.ones(3, 4)}, ShapeError, r"dt: expected shape \(B=2, H=4\), got \(3, 4\)"),
+        ({"A": torch.ones(4).half()}, DtypeError, r"A: expected torch.float64 or torch.float32,"),
+        ({"C": torch.ones(2, 2, 9)}, ShapeError, r"C: expected shape \(B=2, G=2, N=8\), got"),
+        ({"D": torch.ones(3)}, ShapeError, r"D: expected shape \(H=4\), got \(3,\)"),
+        ({"dt_bias": torch.ones(3)}, ShapeError, r"dt_bias: expected shape \(H=4\), got \(3,\)"),
+        ({"state": torch.ones(3, 4, 8, 2).mT}, ShapeError, r"state: expected contiguous dims"),
+        ({"write_slots": torch.ones(2)}, DtypeError, r"write_slots: expected torch.int64, got"),
+        ({"group_of_head": torch.ones(4)}, DtypeError, r"group_of_head: expected torch.int64"),
+    ],
+)
+def test_refuses_bad_arguments(change, error, message):
+    inputs = {
+        "x": torch.ones(2, 4, 2),
+        "dt": torch.ones(2, 4),
+        "A": -torch.ones(4),
+        "B": torch.ones(2, 2, 8),
+        "C": torch.ones(2, 2, 8),
+        "state": torch.ones(3, 4, 2, 8),
+        "read_slots": torch.tensor([1, 2]),
+        "write_slots": torch.tensor([1, 2]),
+    }
+    selective_state_update(**inputs)
+    with pytest.raises(error, match=message):
+        selective_state_update(**(inputs | change))

@@ -1,0 +1,1 @@
+"""The layers that the decoder is made of, each built from this rank's parameters."""

@@ -1,0 +1,56 @@
+"""Feed-forward layers of one rank: gated MLP and routed experts."""
+
+import torch
+from torch.nn.functional import linear, silu
+
+from plait.kernels.moe import moe
+from plait.worker.layers.parameters import LayerParameters
+from plait.worker.spec import Ffn, Mlp, Moe
+
+
+class MlpLayer:
+    """Gated MLP over this rank's channels; the result is a partial sum, without bias."""
+
+    def __init__(self, spec: Mlp, parameters: LayerParameters) -> None:
+        self._spec = spec
+        self._in = parameters.tensor("mlp.in_proj")
+        self._in_bias = parameters.optional("mlp.in_proj_bias")
+        self._out = parameters.tensor("mlp.out_proj")
+        self.out_bias = parameters.scaled("mlp.out_proj_bias", spec.down_multiplier)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = linear(x, self._in, self._in_bias).chunk(2, dim=-1)
+        if self._spec.gate_multiplier != 1.0:
+            gate = gate * self._spec.gate_multiplier
+        out = linear(silu(gate) * up, self._out)
+        return out if self._spec.down_multiplier == 1.0 else out * self._spec.down_multiplier
+
+
+class MoeLayer:
+    """Top-k routed experts plus an optional shared MLP, summed before ranks are."""
+
+    def __init__(self, spec: Moe, parameters: LayerParameters) -> None:
+        self._spec = spec
+        self._router = parameters.tensor("moe.router")
+        self._in = parameters.tensor("moe.in_proj")
+        self._out = parameters.tensor("moe.out_proj")
+        self._shared = MlpLayer(spec.shared, parameters) if spec.shared else None
+        self.out_bias = self._shared.out_bias if self._shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = linear(x, self._router).float()
+        top = logits.topk(self._spec.experts_per_token, dim=-1)
+        weights = top.values.softmax(dim=-1).to(x.dtype)
+        out = moe(x, self._in, self._out, expert_ids=top.indices, expert_weights=weights)
+        return out if self._shared is None else out + self._shared.forward(x)
+
+
+def build_ffn(spec: Ffn, parameters: LayerParameters) -> MlpLayer | MoeLayer | None:
+    """The layer for `spec`, None where there is no feed-forward part."""
+    match spec:
+        case None:
+            return None
+        case Mlp():
+            return MlpLayer(spec, parameters)
+        case Moe():
+            return MoeLayer(spec, parameters)

@@ -1,0 +1,211 @@
+"""Mamba-2 mixer of one rank: projection, convolution, scan or update, gated norm, projection."""
+
+import torch
+from torch.nn.functional import linear, silu
+
+from plait.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from plait.kernels.rms_norm_gated import grouped_sum_squares, rms_norm_gated
+from plait.kernels.selective_state_update import selective_state_update
+from plait.kernels.ssd_scan import ssd_scan
+from plait.worker.arena import Arena
+from plait.worker.batch import Batch
+from plait.worker.collectives import TensorParallel
+from plait.worker.layers.parameters import LayerParameters
+from plait.worker.plan import STATE, SectionShape
+from plait.worker.spec import Mamba2
+
+
+class Mamba2Layer:
+    """Mamba-2 over this rank's heads; the result is a partial sum over ranks, without bias."""
+
+    def __init__(
+        self, spec: Mamba2, parameters: LayerParameters, group: TensorParallel, *, layer: int
+    ) -> None:
+        self._spec = spec
+        self._layer = layer
+        self._shard = spec.shard(tp=parameters.tp, rank=parameters.rank)
+        self._in = parameters.tensor("mamba2.in_proj")
+        self._in_bias = parameters.optional("mamba2.in_proj_bias")
+        self._conv = parameters.tensor("mamba2.conv")
+        self._conv_bias = parameters.optional("mamba2.conv_bias")
+        self._decay = -torch.exp(parameters.tensor("mamba2.A_log"))
+        self._skip = parameters.tensor("mamba2.D")
+        self._dt_bias = parameters.tensor("mamba2.dt_bias")
+        self._out = parameters.tensor("mamba2.out_proj")
+        self.out_bias = parameters.scaled("mamba2.out_proj_bias", spec.out_multiplier)
+        self._norm = _TensorParallelGatedNorm(spec, parameters, group) if spec.norm else None
+        device = self._in.device
+        self._in_scale = self._section_scale(device)
+        self._group_of_head = (
+            None
+            if self._shard.heads.is_regular
+            else torch.tensor(self._shard.heads.group_of_head, device=device)
+        )
+
+    def sections(self, *, conv_dtype: str, ssm_dtype: str) -> tuple[SectionShape, ...]:
+        """What this layer keeps in a state slot, from the tensors it really holds."""
+        spec = self._spec
+        conv_dim, width = self._conv.shape
+        shapes = (
+            ("conv", conv_dtype, (width - 1, conv_dim)),
+            ("ssm", ssm_dtype, (self._decay.shape[0], spec.head_dim, spec.state_dim)),
+        )
+        return tuple(
+            SectionShape(kind=STATE, layer=self._layer, name=name, dtype=dtype, shape=shape)
+            for name, dtype, shape in shapes
+        )
+
+    def bind(self, arena: Arena) -> None:
+        """Take this layer's views of the arena."""
+        self._conv_state = arena.view(STATE, self._layer, "conv")
+        self._ssm_state = arena.view(STATE, self._layer, "ssm")
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """(T, D) -> (T, D), this rank's part of the sum."""
+        spec, shard = self._spec, self._shard
+        if spec.in_multiplier != 1.0:
+            x = x * spec.in_multiplier
+        projected = linear(x, self._in, self._in_bias)
+        if self._in_scale is not None:
+            projected = projected * self._in_scale
+        gate, conv_in, dt = projected.split(
+            (shard.inner_dim, shard.conv_dim, shard.heads.num_heads), dim=-1
+        )
+        parts, start = [], 0
+        if batch.prefill is not None:
+            start = batch.prefill.num_tokens
+            parts.append(self._prefill(conv_in[:start], dt[:start], batch))
+        if batch.decode is not None:
+            parts.append(self._decode(conv_in[start:], dt[start:], batch))
+        y = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+        y = y * silu(gate) if self._norm is None else self._norm(y, gate)
+        out = linear(y, self._out)
+        return out if spec.out_multiplier == 1.0 else out * spec.out_multiplier
+
+    def _prefill(self, conv_in: torch.Tensor, dt: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """(T, conv), (T, H) -> (T, H, P) for the prefill rows."""
+        prefill = batch.prefill
+        assert prefill is not None
+        convolved = causal_conv1d_prefill(
+            conv_in,
+            self._conv,
+            self._conv_bias,
+            self._conv_state,
+            cu_seqlens=prefill.cu_seqlens,
+            read_slots=prefill.slots,
+            write_slots=prefill.slots,
+            has_initial_state=prefill.has_initial_state,
+        )
+        x, b, c = self._split(convolved)
+        return ssd_scan(
+            x,
+            dt,
+            self._decay,
+            b,
+            c,
+            self._ssm_state,
+            cu_seqlens=prefill.cu_seqlens,
+            read_slots=prefill.slots,
+            write_slots=prefill.slots,
+            has_initial_state=prefill.has_initial_state,
+            D=self._skip,
+            dt_bias=self._dt_bias,
+            dt_limit=self._spec.dt_limit,
+            group_of_head=self._group_of_head,
+        )
+
+    def _decode(self, conv_in: torch.Tensor, dt: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """(B, conv), (B, H) -> (B, H, P) for the decode rows."""
+        decode = batch.decode
+        assert decode is not None
+        convolved = causal_conv1d_update(
+            conv_in,
+            self._conv,
+            self._conv_bias,
+            self._conv_state,
+            read_slots=decode.slots,
+            write_slots=decode.slots,
+        )
+        x, b, c = self._split(convolved)
+        return selective_state_update(
+            x,
+            dt,
+            self._decay,
+            b,
+            c,
+            self._ssm_state,
+            read_slots=decode.slots,
+            write_slots=decode.slots,
+            D=self._skip,
+            dt_bias=self._dt_bias,
+            dt_limit=self._spec.dt_limit,
+            group_of_head=self._group_of_head,
+        )
+
+    def _split(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (T, H, P), B (T, G, N) and C (T, G, N) of the convolved channels."""
+        shard, spec = self._shard, self._spec
+        x, b, c = convolved.split((shard.inner_dim, shard.group_dim, shard.group_dim), dim=-1)
+        return (
+            x.unflatten(-1, (-1, spec.head_dim)),
+            b.unflatten(-1, (-1, spec.state_dim)),
+            c.unflatten(-1, (-1, spec.state_dim)),
+        )
+
+    def _section_scale(self, device: torch.device) -> torch.Tensor | None:
+        """The multiplier of every row of the projection, None where all are 1."""
+        multipliers = self._spec.section_multipliers
+        if all(multiplier == 1.0 for multiplier in multipliers):
+            return None
+        scale = torch.cat(
+            [
+                torch.full((dim,), multiplier)
+                for dim, multiplier in zip(self._shard.in_dims, multipliers, strict=True)
+            ]
+        )
+        return scale.to(device=device, dtype=self._in.dtype)
+
+
+class _TensorParallelGatedNorm:
+    """Gated RMS norm whose groups may span ranks: then the sums of squares are reduced first."""
+
+    def __init__(self, spec: Mamba2, parameters: LayerParameters, group: TensorParallel) -> None:
+        assert spec.norm is not None
+        self._norm = spec.norm
+        self._weight = parameters.tensor("mamba2.norm")
+        self._group = group
+        self._width = spec.inner_dim // spec.norm.num_groups
+        start, stop = spec.shard(tp=parameters.tp, rank=parameters.rank).inner_range
+        self._spans_ranks = (spec.inner_dim // parameters.tp) % self._width != 0
+        first = 0 if self._spans_ranks else start // self._width
+        self._num_groups = (
+            spec.norm.num_groups if self._spans_ranks else (stop - start) // self._width
+        )
+        channels = torch.arange(start, stop, device=self._weight.device)
+        self._group_of_channel = (
+            None if self._num_groups == 1 else channels // self._width - first
+        )
+
+    def __call__(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        sum_squares = None
+        if self._spans_ranks:
+            sum_squares = self._group.all_reduce(
+                grouped_sum_squares(
+                    y,
+                    gate,
+                    norm_before_gate=self._norm.before_gate,
+                    group_of_channel=self._group_of_channel,
+                    num_groups=self._num_groups,
+                )
+            )
+        return rms_norm_gated(
+            y,
+            gate,
+            self._weight,
+            eps=self._norm.eps,
+            norm_before_gate=self._norm.before_gate,
+            group_width=self._width,
+            group_of_channel=self._group_of_channel,
+            num_groups=self._num_groups,
+            sum_squares=sum_squares,
+        )
