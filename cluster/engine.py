@@ -5,7 +5,7 @@ from collections import deque
 from plait.cluster.controller import StartedModel
 from plait.cluster.executors.base import Executor
 from plait.cluster.request import RequestSpec, TokenChunk
-from plait.cluster.scheduler import ScheduledStep, Scheduler
+from plait.cluster.scheduler import ScheduledStep, Scheduler, SchedulerEvents
 
 
 class Engine:
@@ -16,7 +16,13 @@ class Engine:
     """
 
     def __init__(
-        self, executor: Executor, model: StartedModel, *, depth: int = 1, debug_poison: bool = False
+        self,
+        executor: Executor,
+        model: StartedModel,
+        *,
+        depth: int = 1,
+        debug_poison: bool = False,
+        events: SchedulerEvents | None = None,
     ) -> None:
         self.model = model
         self.scheduler = Scheduler(
@@ -25,6 +31,7 @@ class Engine:
             max_num_batched_tokens=model.max_num_batched_tokens,
             chunk_size=model.spec.chunk_size,
             debug_poison=debug_poison,
+            events=events,
         )
         self._executor = executor
         self._depth = depth

@@ -151,7 +151,7 @@ def plan_layout(
 
     Raises:
         ShardError: the model cannot be split over `tp` ranks.
-        PlanError: `block_size` is not a positive multiple of 16, or no layer keeps a cache.
+        PlanError: `block_size` is not a positive multiple of 16.
     """
     check_tp_size(spec, tp)
     if block_size < MIN_BLOCK or block_size % MIN_BLOCK:
@@ -165,8 +165,6 @@ def plan_layout(
             for rank in range(tp)
         ]
     )
-    if not packed:
-        raise PlanError(f"{spec.architecture} has no attention and no recurrent layer to plan for")
     page_bytes, kinds = _kinds(spec, packed)
     layout = CacheLayout(
         architecture=spec.architecture,

@@ -158,8 +158,12 @@ def make_spec(
     max_tokens: int,
     eos_token_ids: tuple[int, ...],
     index: int = 0,
+    default_seed: int | None = None,
 ) -> RequestSpec:
-    """Continuation `index` of a prompt; `max_tokens` has been fitted to the context already."""
+    """Continuation `index` of a prompt; `max_tokens` has been fitted to the context already.
+
+    `default_seed` stands in where the request brings no seed.
+    """
     stop_ids = (*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids))
     return RequestSpec(
         request_id=request_id,
@@ -170,7 +174,7 @@ def make_spec(
         top_k=max(0, params.top_k),
         top_p=float(params.top_p),
         min_p=float(params.min_p),
-        seed=derive_seed(params.seed, index),
+        seed=derive_seed(default_seed if params.seed is None else params.seed, index),
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         num_logprobs=params.logprobs,
     )

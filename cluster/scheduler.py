@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from plait.cluster.errors import ContextLengthError
 from plait.cluster.pages import PageAllocator
-from plait.cluster.planner import Limits, max_tokens
+from plait.cluster.planner import Limits
 from plait.cluster.request import FinishReason, RequestSpec, TokenChunk, TokenLogprob
 from plait.cluster.sequence import Phase, Sequence
 from plait.worker.plan import NULL_UNIT, STATE, CachePlan
@@ -40,6 +40,19 @@ class SchedulerCounters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
+class SchedulerEvents:
+    """What a scheduler tells about time; a subclass records it. Durations are in seconds."""
+
+    def admitted(self, wait_s: float) -> None:
+        """A request runs for the first time, `wait_s` after it came."""
+
+    def drew_token(self, latency_s: float, *, is_first: bool) -> None:
+        """A token came, so long after the request's arrival (the first) or its last token."""
+
+    def ended(self, elapsed_s: float) -> None:
+        """A request ended, so long after it came."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:
     """A step on its way to the ranks, and the sequence behind each of its sampled rows."""
@@ -61,14 +74,16 @@ class Scheduler:
         chunk_size: int,
         debug_poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        events: SchedulerEvents | None = None,
     ) -> None:
+        self._events = events or SchedulerEvents()
         self.counters = SchedulerCounters()
         self.allocator = PageAllocator(plan)
         self._layout = plan.layout
         self._block_size = plan.layout.block_size
         self._num_kinds = len(plan.layout.kv_kinds)
         self._has_state = plan.layout.state_kind is not None
-        self.max_request_tokens = min(limits.max_model_len, max_tokens(plan.layout, plan.num_pages))
+        self.max_request_tokens = limits.max_model_len
         self._budget = max_num_batched_tokens
         self._chunk_size = chunk_size
         self._debug_poison = debug_poison
@@ -188,7 +203,8 @@ class Scheduler:
                 logprobs = (TokenLogprob(logprob=logprob.logprob, top=top),)
             if sequence.num_output >= spec.max_tokens:
                 reason = "length"
-        sequence.first_token_s = sequence.first_token_s or now
+        since = sequence.arrival_s if sequence.last_token_s is None else sequence.last_token_s
+        self._events.drew_token(now - since, is_first=sequence.last_token_s is None)
         sequence.last_token_s = now
         if reason is not None:
             self._finish(sequence, reason)
@@ -232,6 +248,9 @@ class Scheduler:
             sequence.slot = self.allocator.allocate_slot() if self._has_state else None
             sequence.blocks = [[] for _ in range(self._num_kinds)]
             sequence.phase = Phase.PREFILL
+            if not sequence.was_admitted:
+                sequence.was_admitted = True
+                self._events.admitted(self._clock() - sequence.arrival_s)
             insort(self._running, sequence, key=lambda running: running.order)
             builder.admit(sequence)
             for kind in range(self._num_kinds):
@@ -302,6 +321,7 @@ class Scheduler:
         sequence.phase = Phase.DONE
         del self._by_id[sequence.request_id]
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+        self._events.ended(self._clock() - sequence.arrival_s)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -27,7 +27,7 @@ class Sequence:
         self.spec = spec
         self.order = order  # of arrival
         self.arrival_s = arrival_s
-        self.first_token_s: float | None = None
+        self.was_admitted = False
         self.last_token_s: float | None = None
         self.tokens = [*spec.prompt_token_ids, *spec.output_token_ids]
         self.phase = Phase.WAITING

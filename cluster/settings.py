@@ -5,9 +5,11 @@ from these models, so the names and the help are the same everywhere.
 """
 
 import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from plait.cluster.errors import ParameterError
 
@@ -17,7 +19,7 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from a number or from a text such as "80GiB", "512 MiB" or "2e9"-free "2GB".
+    """Bytes from a number or from a text such as "80GiB", "512 MiB" or "2GB".
 
     Raises:
         ParameterError: the text is not a size.
@@ -114,3 +116,21 @@ class ServeSettings(EngineSettings):
         None, description="address of a Ray cluster to join; default: start one here"
     )
     dashboard: bool = Field(False, description="start Ray's dashboard with a local Ray")
+
+
+def engine_settings(options: Mapping[str, object]) -> EngineSettings:
+    """Settings from keywords.
+
+    Raises:
+        ParameterError: an unknown name, with the nearest known one, or a value out of range.
+    """
+    for name in options:
+        if name not in EngineSettings.model_fields:
+            near = get_close_matches(name, EngineSettings.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ParameterError(name, f"is not an option of the engine{hint}")
+    try:
+        return EngineSettings.model_validate(dict(options))
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        raise ParameterError(str(first["loc"][0]), first["msg"]) from exc

@@ -64,9 +64,7 @@ class ProcessExecutor(ChannelExecutor):
                     )
                 )
             channels.append(Channel(ours, peer=f"rank {rank}"))
-        super().__init__(
-            channels, load_timeout_s=load_timeout_s, step_timeout_s=step_timeout_s
-        )
+        super().__init__(channels, load_timeout_s=load_timeout_s, step_timeout_s=step_timeout_s)
 
     @property
     def pids(self) -> tuple[int, ...]:

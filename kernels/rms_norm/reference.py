@@ -10,6 +10,6 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     out = torch.zeros_like(x)
     for token in range(len(x)):
         values = x[token].to(accumulate_dtype(x.dtype))
-        normalised = values / torch.sqrt(values.pow(2).mean() + eps)
+        normalised = values * torch.rsqrt(values.pow(2).mean() + eps)
         out[token] = weight * normalised.to(x.dtype)
     return out

@@ -47,7 +47,7 @@ def rms_norm_gated(
             group_of_channel=group_of_channel,
             num_groups=num_groups,
         )
-    y = x.to(dtype)
+    y = x.to(dtype, copy=True)
     if gate is not None:
         # The gate is one factor of the result wherever the norm is taken.
         y = y * F.silu(gate.to(dtype))

@@ -116,14 +116,21 @@ def _copy_memory(view: Tensor) -> Tensor:
 
 
 def _run(op: Callable[..., Tensor | None], inputs: Inputs, mutated: Sequence[str]) -> Results:
-    copies = {name: _copy_memory(inputs[name]) for name in mutated}
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    copies = {name: _copy_memory(value) for name, value in tensors.items()}
     out = op(**(inputs | copies))
+    for name in tensors.keys() - set(mutated):
+        copy = copies.pop(name)
+        assert torch.equal(copy.nan_to_num(), tensors[name].nan_to_num()), f"{name} was changed"
     return copies if out is None else copies | {"out": out}
 
 
 @pytest.fixture
 def run() -> Callable[..., Results]:
-    """`run(op, inputs, mutated)`: call with copies of the memory of `mutated`, return those too."""
+    """`run(op, inputs, mutated)`: call with copies of all tensors, return the `mutated` ones too.
+
+    All other tensors have to be as before.
+    """
     return _run
 
 

@@ -66,7 +66,7 @@ def row_counts(spec, tp):
                 assert sizes.setdefault(part.tensor, part.stored_shape) == part.stored_shape
                 counts[part.tensor].update(range(part.start, part.stop))
                 size = part.stored_shape[part.dim]
-                counts[part.tensor].update({row: 0 for row in range(size)})
+                counts[part.tensor].update(dict.fromkeys(range(size), 0))
     return {name: [rows[row] for row in sorted(rows)] for name, rows in counts.items()}
 
 

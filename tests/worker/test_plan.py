@@ -102,11 +102,7 @@ def test_the_digest_changes_with_every_single_field():
 
 def test_the_digest_covers_every_field_of_the_dataclasses():
     plain = json.loads(encode(small_layout()))
-    assert (
-        set(plain) == {field.name for field in msgspec.structs.fields(CacheLayout)}
-        if (issubclass(CacheLayout, msgspec.Struct))
-        else set(plain) == set(CacheLayout.__dataclass_fields__)
-    )
+    assert set(plain) == set(CacheLayout.__dataclass_fields__)
     assert set(plain["kinds"][0]) == set(UnitKind.__dataclass_fields__)
     assert set(plain["kinds"][0]["sections"][0]) == set(Section.__dataclass_fields__)
     assert set(plain["dtypes"]) == set(CacheDtypes.__dataclass_fields__)
@@ -119,7 +115,9 @@ def test_the_order_of_kinds_and_sections_is_part_of_the_digest():
 
 def test_the_digest_depends_on_nothing_else():
     # Written down once: it may not depend on the process, its hash seed or its machine.
-    assert small_layout().digest == ("DIGEST")
+    assert small_layout().digest == (
+        "dcfe71af4139773a771d960acc396e33b8628d17a612bbf13b99672db292dda7"
+    )
     assert small_layout().digest == small_layout().digest == digest(small_layout())
 
 

@@ -63,15 +63,6 @@ def test_a_shard_is_regular_when_its_groups_have_equally_many_heads(
     assert shard_heads(heads, groups, tp=tp, rank=rank).is_regular is regular
 
 
-def test_a_shard_whose_groups_are_equal_in_number_but_not_in_place_is_irregular():
-    # 12 heads of 4 groups: 3 heads a group; 6 ranks of 2 heads straddle a group border.
-    assert not shard_heads(12, 2, tp=1, rank=0).group_of_head == (0, 1) * 6
-    straddling = shard_heads(18, 6, tp=9, rank=1)
-    assert straddling.group_of_head == (0, 1)
-    assert straddling.is_regular
-    assert not shard_heads(18, 6, tp=3, rank=0).group_of_head == (0, 1, 0, 1, 0, 1)
-
-
 @given(
     tp=st.integers(1, 8),
     per_rank=st.integers(1, 8),
