@@ -1,5 +1,6 @@
 """The engine: scheduler and ranks, advanced one step at a time."""
 
+import time
 from collections import deque
 
 from plait.cluster.controller import StartedModel
@@ -35,7 +36,8 @@ class Engine:
         )
         self._executor = executor
         self._depth = depth
-        self._in_flight: deque[ScheduledStep] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
+        self._events = events or SchedulerEvents()
 
     @property
     def has_work(self) -> bool:
@@ -60,8 +62,17 @@ class Engine:
             if step is None:
                 break
             self._executor.submit(step.input)
-            self._in_flight.append(step)
+            self._in_flight.append((step, time.monotonic()))
         if not self._in_flight:
             return []
-        step = self._in_flight.popleft()
-        return self.scheduler.complete(step, self._executor.collect())
+        step, sent_s = self._in_flight.popleft()
+        output = self._executor.collect()
+        self._events.stepped(time.monotonic() - sent_s, phase=_phase(step))
+        return self.scheduler.complete(step, output)
+
+
+def _phase(step: ScheduledStep) -> str:
+    """What a step held: "prefill", "decode" or "mixed"."""
+    if step.input.prefill and step.input.decode:
+        return "mixed"
+    return "prefill" if step.input.prefill else "decode"

@@ -52,6 +52,9 @@ class SchedulerEvents:
     def ended(self, elapsed_s: float) -> None:
         """A request ended, so long after it came."""
 
+    def stepped(self, seconds: float, *, phase: str) -> None:
+        """A step came back so long after it was sent; phase is prefill, decode or mixed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:

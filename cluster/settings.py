@@ -108,6 +108,9 @@ class ServeSettings(EngineSettings):
     queue_timeout_s: float = Field(
         30.0, gt=0, description="how long a request waits for a replica before it gets 503"
     )
+    drain_timeout_s: float = Field(
+        60.0, gt=0, description="time that running requests get to end before a copy is stopped"
+    )
     metrics_port: int = Field(
         9400, ge=1024, le=65535, description="first port of the per-process metrics range"
     )

@@ -22,9 +22,7 @@ TEXTS = [
     "a real replacement \ufffd character",
     "\ufffd" * 9,
 ]
-BYTE_IDS = [
-    i for i in range(TOKENIZER.vocab_size) if len(TOKENIZER.token_bytes(i)) == 1 and i > 6
-]
+BYTE_IDS = [i for i in range(TOKENIZER.vocab_size) if len(TOKENIZER.token_bytes(i)) == 1 and i > 6]
 BYTE_OF = {TOKENIZER.token_bytes(i)[0]: i for i in BYTE_IDS}
 
 

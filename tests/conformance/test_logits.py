@@ -3,22 +3,8 @@
 import pytest
 import torch
 from plait_testing.driver import RankDriver
+from plait_testing.logits import assert_same
 from plait_testing.models import TINY_MODELS
-
-TOLERANCE = 1e-4  # of the standard deviation of the logits
-CLEAR_GAP = 1e-3  # between the two likeliest tokens, above which greedy must agree
-
-
-def assert_same(logits: torch.Tensor, oracle: torch.Tensor) -> None:
-    """Logits within tolerance everywhere, greedy tokens equal where they are not a near-tie."""
-    assert torch.isfinite(logits).all()
-    error = (logits - oracle).abs().max() / oracle.std()
-    assert error < TOLERANCE, f"largest error is {error:.2e} standard deviations"
-    top = oracle.topk(2, dim=-1).values
-    clear = top[:, 0] - top[:, 1] > CLEAR_GAP
-    assert clear.float().mean() >= 0.95
-    assert torch.equal(logits.argmax(-1)[clear], oracle.argmax(-1)[clear])
-
 
 @pytest.fixture(params=sorted(TINY_MODELS))
 def name(request) -> str:

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.kernels.dtypes import accumulate_dtype
+
 Inputs = dict[str, Any]
 Results = dict[str, Tensor]
 
-# The stated floor of every comparison: units in the last place of the largest expected value.
+# The stated floor of every comparison: units in the last place of the largest expected value, in
+# the dtype that sums are kept in.
 FLOOR_ULPS = 2
 # Nothing is wider than float64: there the expected value is itself a float64 sum, off by as much.
 FLOAT64_FLOOR_ULPS = 32
@@ -168,9 +171,9 @@ def match() -> Callable[..., Results]:
             assert ours[name].dtype == plains[name].dtype
             assert ours[name].shape == exact.shape
             largest = exact.abs().nan_to_num().max().item() if exact.numel() else 0.0
-            is_widest = ours[name].dtype == torch.float64
-            ulps = FLOAT64_FLOOR_ULPS if is_widest else FLOOR_ULPS
-            floor = ulps * torch.finfo(ours[name].dtype).eps * largest
+            sum_dtype = accumulate_dtype(ours[name].dtype)
+            ulps = FLOAT64_FLOOR_ULPS if sum_dtype == torch.float64 else FLOOR_ULPS
+            floor = ulps * torch.finfo(sum_dtype).eps * largest
             error, allowed = _error(ours[name], exact), 2 * _error(plains[name], exact) + floor
             assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
         return ours

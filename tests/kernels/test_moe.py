@@ -69,6 +69,20 @@ def test_one_expert_may_be_chosen_twice(make, match):
     match(moe, reference.moe, inputs)
 
 
+@pytest.mark.parametrize("op", [moe, reference.moe])
+def test_the_sum_over_experts_is_kept_in_float32(make, op):
+    """256 + 1 + 1 + 1 + 1 would stay 256 in bf16."""
+    inputs = moe_inputs(make, 3, dtype=BF16)
+    for name in ("w_in", "w_out"):
+        inputs[name] = inputs[name][:1].expand(EXPERTS, -1, -1)
+    inputs["expert_ids"] = make.int64(*[0, 1, 2, 3, 4] * 3).view(3, 5)
+    weights = torch.tensor([[256.0, 1.0, 1.0, 1.0, 1.0]] * 3, device=make.device)
+    first = {"expert_ids": inputs["expert_ids"][:, :1], "expert_weights": weights[:, 1:2]}
+    one = op(**(inputs | first))
+    out = op(**(inputs | {"expert_weights": weights}))
+    assert torch.equal(out, (260 * one.float()).bfloat16())
+
+
 def test_no_tokens(make):
     assert moe(**moe_inputs(make, 0)).shape == (0, DIM)
 

@@ -17,13 +17,13 @@ BLOCK_SIZE = 16
 HEAD_DIM = 8
 
 
-def cache_inputs(make, seq_lens, *, kv_heads, cache_dtype, spare_columns=1):
+def cache_inputs(make, seq_lens, *, kv_heads, cache_dtype):
     """Caches that are NaN but for the positions below `seq_lens`, blocks in shuffled order."""
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     part = ((kv_heads, BLOCK_SIZE, HEAD_DIM), cache_dtype)
     k_cache, v_cache = make.units(sum(counts) + 2, part, part)
     free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1).tolist()
-    tables = torch.zeros(len(seq_lens), max(counts) + spare_columns, dtype=torch.int64)
+    tables = torch.zeros(len(seq_lens), max(counts) + 1, dtype=torch.int64)
     for row, length in enumerate(seq_lens):
         for column in range(counts[row]):
             block = free.pop()
@@ -135,6 +135,13 @@ def test_window(make, match, window):
     inputs = prefill_inputs(make, (40, 3, 1), (0, 37, 16)) | {"window": window}
     check_prefill(match, inputs)
     inputs = decode_inputs(make, (50, 3, 33, 17)) | {"window": window}
+    check_decode(match, inputs)
+
+
+def test_window_at_the_end_of_a_full_table(make, match):
+    """The row that spans fewer blocks is padded past the last column of the table."""
+    inputs = decode_inputs(make, (33, 64)) | {"window": 18}
+    inputs["block_tables"] = inputs["block_tables"][:, :4]
     check_decode(match, inputs)
 
 

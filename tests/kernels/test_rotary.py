@@ -47,6 +47,14 @@ def test_equals_llama_bit_for_bit(make, op):
     assert torch.equal(op(**inputs), expected[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("op", [rotary, reference.rotary])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_half_precision_is_rounded_once(make, op, dtype):
+    inputs = rotary_inputs(make, num_tokens=30, dtype=dtype)
+    in_float32 = op(**(inputs | {"x": inputs["x"].float()}))
+    assert torch.equal(op(**inputs), in_float32.to(dtype))
+
+
 def test_dims_past_the_rotary_ones_pass_through(make):
     inputs = rotary_inputs(make, half=3, dtype=BF16)
     before = inputs["x"].clone()

@@ -1,0 +1,175 @@
+"""`plait serve`: a local Ray (or one that is there), the Serve application, and a table when ready."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+from rich.console import Console
+from rich.table import Table
+
+from plait.cluster.ingress import served_name
+from plait.cluster.plan_report import human_bytes
+from plait.cluster.settings import ServeSettings
+from plait.deploy.app import build_application, placement_bundles
+from plait.deploy.demo import demo_model_path
+from plait.worker.architectures import load_spec
+from plait.worker.errors import PlaitError
+from plait.worker.spec import check_tp_size
+
+APPLICATION = "plait"
+_POLL_S = 0.2
+_PENDING_LIMIT_S = 30.0
+
+
+class ServerError(PlaitError):
+    """The server did not come up."""
+
+
+def run_server(settings: ServeSettings) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        PlaitError: why it did not come up; nothing is left behind.
+    """
+    console = Console(stderr=True)
+    model_path = str(settings.model or demo_model_path())
+    check_tp_size(load_spec(model_path), settings.tensor_parallel_size)
+    with _ray(settings):
+        try:
+            _check_resources(settings)
+            serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+            serve.run_many(
+                [
+                    serve.RunTarget(
+                        build_application(settings),
+                        name=APPLICATION,
+                        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+                    )
+                ],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+            with console.status("starting"):
+                _wait_until_running(settings, console)
+            console.print(_summary(settings, model_path))
+            _wait_for_signal()
+            console.print("stopping")
+        finally:
+            serve.shutdown()
+
+
+@contextmanager
+def _ray(settings: ServeSettings) -> Iterator[None]:
+    """A Ray of our own, or a connection to the one at `ray_address`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if settings.ray_address is None:
+        ray.init(
+            address="local", include_dashboard=settings.dashboard, logging_level="WARNING"
+        )
+    else:
+        ray.init(address=settings.ray_address, logging_level="WARNING")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_resources(settings: ServeSettings) -> None:
+    """Refuse what this cluster could never place, instead of waiting for ever."""
+    total = ray.cluster_resources()
+    bundles = placement_bundles(settings)
+    for resource in ("CPU", "GPU"):
+        needed = settings.num_replicas * sum(bundle.get(resource, 0.0) for bundle in bundles)
+        if needed > total.get(resource, 0.0):
+            raise ServerError(
+                f"{settings.num_replicas} model copies of {settings.tensor_parallel_size} ranks "
+                f"need {needed:g} {resource}, and the cluster has {total.get(resource, 0.0):g}: "
+                "lower --num-replicas or --tensor-parallel-size, or add nodes"
+            )
+
+
+def _wait_until_running(settings: ServeSettings, console: Console) -> None:
+    """Wait for the application; raises `ServerError` with what Serve says if it fails."""
+    start = time.monotonic()
+    is_warned = False
+    while True:
+        application = serve.status().applications.get(APPLICATION)
+        if application is not None:
+            if application.status == ApplicationStatus.RUNNING:
+                return
+            if application.status in (
+                ApplicationStatus.DEPLOY_FAILED,
+                ApplicationStatus.UNHEALTHY,
+            ):
+                raise ServerError(f"the server did not come up: {_why(application)}")
+        elapsed = time.monotonic() - start
+        if elapsed > settings.load_timeout_s:
+            raise ServerError(f"not ready after {settings.load_timeout_s:g} s of load_timeout_s")
+        if elapsed > _PENDING_LIMIT_S and not is_warned and (pending := _pending_groups()):
+            is_warned = True
+            console.print(
+                f"{pending} placement groups wait for resources; free now: "
+                f"{ray.available_resources()}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _pending_groups() -> int:
+    table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
+    return sum(group["state"] == "PENDING" for group in table.values())
+
+
+def _why(application: Any) -> str:  # noqa: ANN401 - ray has no types
+    messages = [d.message for d in application.deployments.values() if d.message]
+    return "\n".join([application.message, *messages]).strip()
+
+
+def _summary(settings: ServeSettings, model_path: str) -> Table:
+    """What runs, in one table."""
+    url = f"http://{settings.host}:{settings.port}"
+    plan = httpx.get(f"{url}/plan", timeout=10.0).json()
+    layout = plan["layout"]
+    dtypes = layout["dtypes"]
+    table = Table(title="plait is ready", show_header=False, title_justify="left")
+    name = served_name(settings, model_path)
+    table.add_row("model", f"{name} ({layout['architecture']}, {plan['dtype']})")
+    table.add_row(
+        "ranks",
+        f"{settings.num_replicas} x tensor parallel {layout['tensor_parallel_size']}, "
+        f"{human_bytes(max(plan['weight_bytes']))} of weights each",
+    )
+    table.add_row(
+        "plan",
+        f"{plan['num_pages']} pages of {human_bytes(layout['page_bytes'])}: "
+        + ", ".join(f"{k['units_per_page']} {k['name']}" for k in layout["kinds"])
+        + f" per page; digest {plan['layout_digest'][:12]}",
+    )
+    table.add_row("cache", f"KV {dtypes['kv']}, conv {dtypes['conv']}, SSM {dtypes['ssm']}")
+    table.add_row(
+        "limits", f"{plan['max_model_len']} tokens, {plan['max_num_seqs']} sequences at once"
+    )
+    table.add_row("kernels", ", ".join(sorted(set(plan["backends"].values()))))
+    for note in plan["notes"]:
+        table.add_row("note", note)
+    table.add_row("API", f"{url}/v1")
+    table.add_row("operations", f"{url}/health  /ready  /plan  /metrics")
+    return table
+
+
+def _wait_for_signal() -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    sys.stderr.flush()

@@ -1,0 +1,28 @@
+{{/* Serve's own config file: the application, and what the cluster decides about its deployments. */}}
+{{- define "plait.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: {{ .Values.server.port }}
+applications:
+  - name: plait
+    route_prefix: /
+    import_path: plait.deploy.app:build
+    args:
+      {{- include "plait.settings" . | nindent 6 }}
+    deployments:
+      - name: ingress
+        graceful_shutdown_timeout_s: {{ .Values.drainTimeout }}
+      - name: replica
+        graceful_shutdown_timeout_s: {{ .Values.drainTimeout }}
+        {{- with .Values.autoscaling }}
+        {{- if .enabled }}
+        num_replicas: auto
+        autoscaling_config:
+          min_replicas: {{ .minReplicas }}
+          max_replicas: {{ .maxReplicas }}
+          target_ongoing_requests: {{ .targetOngoingRequests }}
+          downscale_delay_s: {{ .downscaleDelay }}
+        {{- end }}
+        {{- end }}
+{{- end -}}
