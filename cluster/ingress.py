@@ -133,7 +133,8 @@ class ReplicaEngine:
         """The next chunk; raises how the call ended if it ended without one."""
         getter = asyncio.ensure_future(queue.get())
         try:
-            await asyncio.wait({getter, ended}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {getter, ended}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if getter.done():
                 return getter.result()
             ended.result()  # raises if the call failed
@@ -165,7 +166,8 @@ async def _outcome(response: "DeploymentResponse[bytes]") -> bytes:
         ReplicaError: the replica failed or is gone.
     """
     try:
-        return await response
+        result: bytes = await response
+        return result
     except RequestError as exc:
         raise _plain(exc) from exc
     except BackPressureError as exc:
@@ -190,7 +192,7 @@ def _plain(error: RequestError) -> RequestError:
 class Ingress:
     """Validates, tokenizes, calls a replica, detokenizes and streams."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, replicas: DeploymentHandle, settings: dict[str, Any], model_path: str, app_id: str
     ) -> None:
         self._settings = ServeSettings.model_validate(settings)

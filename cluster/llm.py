@@ -1,10 +1,7 @@
 """Offline generation without a server and without Ray.
 
-    from plait.cluster.llm import LLM, SamplingParams
-
-    llm = LLM("path/to/checkpoint", tensor_parallel_size=2)
-    for result in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
-        print(result.outputs[0].text)
+A script for vLLM's offline API ports by its import: `LLM(path, tensor_parallel_size=2)`, then
+`generate(prompts, sampling_params)`.
 """
 
 from collections.abc import Sequence
@@ -121,9 +118,7 @@ class LLM:
         """
         batch = _as_list(prompts)
         params = _as_params(sampling_params, len(batch))
-        runs = [
-            self._prepare(prompt, param) for prompt, param in zip(batch, params, strict=True)
-        ]
+        runs = [self._prepare(prompt, param) for prompt, param in zip(batch, params, strict=True)]
         self._run([continuation for run in runs for continuation in run.continuations])
         return [run.result() for run in runs]
 
@@ -190,8 +185,8 @@ class LLM:
                 self.engine.add(continuation.spec)
             while open_ones:
                 for chunk in self.engine.step():
-                    continuation = open_ones.get(chunk.request_id)
-                    if continuation is not None and continuation.take(chunk):
+                    taker = open_ones.get(chunk.request_id)
+                    if taker is not None and taker.take(chunk):
                         self.engine.abort(chunk.request_id)
                         del open_ones[chunk.request_id]
         finally:

@@ -20,6 +20,8 @@ _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _ADMISSIBLE_TOKENS = (128, 1024, 8192)
 _REPLICA = "replica"
+_GENERATION_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+_COMMON_STATUSES = ("200", "400", "500", "503")
 
 
 class Health(Protocol):
@@ -124,8 +126,8 @@ class EngineCollector(Collector):
         pages = GaugeMetricFamily(
             "plait_pages", "Pages by what they hold now", labels=[_REPLICA, "kind"]
         )
-        for kind, count in {"free": allocator.free_pages, **allocator.pages_by_kind()}.items():
-            pages.add_metric([self._replica, kind], count)
+        for name, count in {"free": allocator.free_pages, **allocator.pages_by_kind()}.items():
+            pages.add_metric([self._replica, name], count)
         yield pages
         units = GaugeMetricFamily(
             "plait_used_units", "KV blocks and state slots in use", labels=[_REPLICA, "kind"]
@@ -208,6 +210,10 @@ class IngressMetrics:
             ["ingress", "endpoint", "status"],
             registry=registry,
         )
+        # From the start, so that a rate of errors is 0 before there was one.
+        for endpoint in _GENERATION_ENDPOINTS:
+            for status in _COMMON_STATUSES:
+                self._requests.labels(ingress, endpoint, status)
         self._seconds = Histogram(
             "plait_http_request_seconds",
             "Time from the request line to the last byte",
@@ -215,6 +221,8 @@ class IngressMetrics:
             registry=registry,
             buckets=_LATENCY_S,
         )
+        for endpoint in _GENERATION_ENDPOINTS:
+            self._seconds.labels(ingress, endpoint)
         self.in_progress: Gauge = Gauge(
             "plait_http_requests_in_progress",
             "HTTP requests that are being answered",

@@ -1,4 +1,4 @@
-"""Each process shows its own series on its own port; an ingress can show those of its node merged."""
+"""Each process shows its series on a port of its own; an ingress merges those of its node."""
 
 import logging
 import urllib.request

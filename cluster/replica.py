@@ -60,7 +60,7 @@ class Replica:
     and Serve starts a new copy.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: dict[str, Any], model_path: str, decodable_vocab_size: int, app_id: str
     ) -> None:
         self._settings = ServeSettings.model_validate(settings)
@@ -150,7 +150,10 @@ class Replica:
             )
 
     def _start(
-        self, group: Any, decodable_vocab_size: int, events: LatencyEvents  # noqa: ANN401
+        self,
+        group: Any,  # noqa: ANN401 - ray has no types
+        decodable_vocab_size: int,
+        events: LatencyEvents,
     ) -> tuple[RayExecutor, Engine]:
         settings = self._settings
         size = settings.tensor_parallel_size

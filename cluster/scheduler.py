@@ -191,7 +191,9 @@ class Scheduler:
         """Append a drawn token, or end the sequence at it."""
         spec, index = sequence.spec, sequence.num_output
         reason: FinishReason | None = None
-        error, tokens, logprobs = None, (token,), ()
+        error: str | None = None
+        tokens: tuple[int, ...] = (token,)
+        logprobs: tuple[TokenLogprob, ...] = ()
         if not finite:
             self.counters.non_finite_rows += 1
             reason, tokens = "error", ()

@@ -75,7 +75,9 @@ def plan(
 @cli.command()
 @click.argument("prompt")
 @click.option("--model", metavar="FOLDER", help="checkpoint folder; default: the demo model")
-@click.option("--chat/--no-chat", default=True, help="use the model's chat template [default: chat]")
+@click.option(
+    "--chat/--no-chat", default=True, help="use the model's chat template [default: chat]"
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=256, metavar="N")
 @click.option("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
 @settings_flags(EngineSettings)

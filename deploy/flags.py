@@ -58,7 +58,7 @@ def _flag(name: str, field: FieldInfo) -> Callable[[_Command], _Command]:
     return click.option(_option(name), type=kind, metavar=metavar, default=None, help=text)
 
 
-def _click_type(field: FieldInfo) -> tuple[click.ParamType, str | None]:
+def _click_type(field: FieldInfo) -> tuple[click.ParamType[Any], str | None]:
     """The click type of a field, and how the help shows its value."""
     annotation = field.annotation
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):

@@ -1,4 +1,4 @@
-"""`plait serve`: a local Ray (or one that is there), the Serve application, and a table when ready."""
+"""`plait serve`: a local Ray or one that is there, the application, a table when it is ready."""
 
 import os
 import signal
@@ -74,9 +74,7 @@ def _ray(settings: ServeSettings) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if settings.ray_address is None:
-        ray.init(
-            address="local", include_dashboard=settings.dashboard, logging_level="WARNING"
-        )
+        ray.init(address="local", include_dashboard=settings.dashboard, logging_level="WARNING")
     else:
         ray.init(address=settings.ray_address, logging_level="WARNING")
     try:

@@ -132,10 +132,11 @@ class SeatTable:
 
     def _seat(self, new: NewSequence) -> None:
         seat = new.seat
-        if new.slot != NULL_UNIT and new.generation <= self._generations.get(new.slot, 0):
+        served = self._generations.get(new.slot, 0)
+        if new.slot != NULL_UNIT and new.generation <= served:
             raise ValueError(
                 f"slot {new.slot} given to seat {seat} with generation {new.generation}, "
-                f"but it has already served generation {self._generations[new.slot]}"
+                f"but it has already served generation {served}"
             )
         self._generations[new.slot] = new.generation
         self._tables[:, seat] = NULL_UNIT

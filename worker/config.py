@@ -73,7 +73,9 @@ class Config:
             raise self.error(key, value, f"a list of {len(default)} numbers")
         return tuple(float(item) for item in value)
 
-    def choice(self, key: str, known: Sequence[str | None], default: str | None = None) -> str | None:
+    def choice(
+        self, key: str, known: Sequence[str | None], default: str | None = None
+    ) -> str | None:
         """A value out of `known`; anything else is refused with that list."""
         value = self._values.get(key, default)
         if value not in known:

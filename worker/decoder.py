@@ -153,9 +153,7 @@ class _DecoderLayer:
         dtypes = layout.dtypes
         sections: tuple[SectionShape, ...] = ()
         if self._attention is not None:
-            sections += self._attention.sections(
-                kv_dtype=dtypes.kv, block_size=layout.block_size
-            )
+            sections += self._attention.sections(kv_dtype=dtypes.kv, block_size=layout.block_size)
         if self._mamba2 is not None:
             sections += self._mamba2.sections(conv_dtype=dtypes.conv, ssm_dtype=dtypes.ssm)
         return sections

@@ -57,7 +57,7 @@ class Checkpoint:
         if index.exists():
             try:
                 return dict(json.loads(index.read_text())["weight_map"])
-            except (json.JSONDecodeError, KeyError, TypeError) as exc:
+            except (ValueError, KeyError, TypeError) as exc:
                 raise WeightsError(f"{index} is not a safetensors index: {exc}") from exc
         files = sorted(self._folder.glob("*.safetensors"))
         if not files:

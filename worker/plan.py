@@ -150,21 +150,20 @@ def rank_sections(
             shard = layer.attention.shard(tp=tp, rank=rank)
             shape = (shard.num_groups, block_size, layer.attention.head_dim)
             kind = kv_kind_name(layer.attention.window)
-            for name in ("k", "v"):
-                sections.append(
-                    SectionShape(
-                        kind=kind, layer=index, name=name, dtype=dtypes.kv, shape=shape
-                    )
-                )
+            sections += (
+                SectionShape(kind=kind, layer=index, name=name, dtype=dtypes.kv, shape=shape)
+                for name in ("k", "v")
+            )
         if layer.mamba2 is not None:
             mixer, ranked = layer.mamba2, layer.mamba2.shard(tp=tp, rank=rank)
-            for name, dtype, shape in (
+            state: tuple[tuple[str, str, tuple[int, ...]], ...] = (
                 ("conv", dtypes.conv, (mixer.conv_width - 1, ranked.conv_dim)),
                 ("ssm", dtypes.ssm, (ranked.heads.num_heads, mixer.head_dim, mixer.state_dim)),
-            ):
-                sections.append(
-                    SectionShape(kind=STATE, layer=index, name=name, dtype=dtype, shape=shape)
-                )
+            )
+            sections += (
+                SectionShape(kind=STATE, layer=index, name=name, dtype=dtype, shape=shape)
+                for name, dtype, shape in state
+            )
     return tuple(sections)
 
 
@@ -186,8 +185,7 @@ def pack_sections(ranks: Sequence[tuple[SectionShape, ...]]) -> dict[str, tuple[
                 shapes=tuple(section.shape for section in per_rank),
                 offset_bytes=end,
                 num_bytes=align(
-                    max(math.prod(section.shape) for section in per_rank)
-                    * DTYPE_BYTES[first.dtype]
+                    max(math.prod(section.shape) for section in per_rank) * DTYPE_BYTES[first.dtype]
                 ),
             )
         )

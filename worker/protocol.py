@@ -14,7 +14,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages."""
 
 
-class Load(Message):
+class Load(Message, frozen=True, kw_only=True):
     """Read this rank's slices of a checkpoint, build the layers and compare them with `layout`.
 
     `decodable_vocab_size` is how many ids the tokenizer can decode: no other id is ever sampled.
@@ -30,7 +30,7 @@ class Load(Message):
     debug_poison: bool = False
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True, kw_only=True):
     """What a rank really built, and the memory that its arena will be taken from.
 
     `free_bytes` is what is left beside weights and a reserve, of `total_bytes` of the device.
@@ -44,13 +44,13 @@ class Loaded(Message):
     backends: dict[str, str]
 
 
-class Allocate(Message):
+class Allocate(Message, frozen=True, kw_only=True):
     """Allocate the arena of `plan` and run every shape class once."""
 
     plan: CachePlan
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """The arena stands and the rank is warm."""
 
     plan_digest: str
@@ -100,7 +100,7 @@ class PrefillRow(msgspec.Struct, frozen=True, kw_only=True):
     sample: bool
 
 
-class StepInput(Message):
+class StepInput(Message, frozen=True, kw_only=True):
     """One pass of the engine. Decode rows continue with the token last drawn for their seat.
 
     `set_tokens` overrides that last token (teacher forcing, replay). `poison` lists freed units
@@ -129,7 +129,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-class StepOutput(Message):
+class StepOutput(Message, frozen=True, kw_only=True):
     """Tokens of the sampled rows: prefill rows with `sample`, then decode rows, in order.
 
     Rank 0 gives all of it, the others only `token_digest`, which must agree. `finite` is False
@@ -145,7 +145,7 @@ class StepOutput(Message):
     logits: bytes = b""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True, kw_only=True):
     """A rank could not do what it was told; `kind` is the class of the error."""
 
     kind: str
@@ -153,7 +153,7 @@ class Failure(Message):
     traceback: str
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """The rank ends after this."""
 
 

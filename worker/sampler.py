@@ -12,6 +12,8 @@ import torch
 from plait.worker.protocol import SamplingSpec, TokenLogprobs
 
 _MASK = (1 << 64) - 1
+# Lower ones draw the likeliest id just as well, but are no float32 to divide logits by.
+_LEAST_TEMPERATURE = 1e-30
 
 
 def uniform(seed: int, position: int) -> float:
@@ -42,6 +44,7 @@ def sample(
         for row, (spec, position) in enumerate(zip(specs, positions, strict=True))
         if position < spec.banned_until
         for token in spec.banned_token_ids
+        if token < logits.shape[-1]
     ]
     if banned:
         rows, tokens = zip(*banned, strict=True)
@@ -66,7 +69,8 @@ def _draw(
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
     vocab_size = logits.shape[-1]
-    scaled = logits / column([spec.temperature for spec in specs])
+    temperatures = column([max(spec.temperature, _LEAST_TEMPERATURE) for spec in specs])
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
     rank = torch.arange(vocab_size, device=logits.device)
@@ -74,6 +78,7 @@ def _draw(
     before = probs.cumsum(dim=-1) - probs
     keep &= before < column([spec.top_p for spec in specs])
     keep &= probs >= column([spec.min_p for spec in specs]) * probs[:, :1]
+    keep &= probs > 0  # a threshold that rounds up to the whole mass must not reach an id at -inf
     keep[:, 0] = True
     mass = (probs * keep).cumsum(dim=-1)
     draws = [uniform(spec.seed, position) for spec, position in zip(specs, positions, strict=True)]

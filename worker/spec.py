@@ -307,7 +307,7 @@ def valid_tp_sizes(spec: ModelSpec, *, limit: int = 64) -> tuple[int, ...]:
 
 
 def check_tp_size(spec: ModelSpec, tp: int) -> None:
-    """Raise `ShardError`, naming the sizes that work, unless `spec` can be split over `tp` ranks."""
+    """Raise `ShardError`, naming the sizes that work, unless `tp` ranks can share `spec`."""
     valid = valid_tp_sizes(spec, limit=max(64, tp))
     if tp not in valid:
         sizes = ", ".join(map(str, valid))

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait.cluster.errors import OverloadedError, ReplicaError, RequestError, UnknownModelError
 
@@ -32,10 +33,37 @@ class BodyTooLargeError(RequestError):
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` an answer in OpenAI's shape."""
-    for kind in (RequestError, OverloadedError, ReplicaError, Exception):
+    for kind in (RequestError, OverloadedError, ReplicaError):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_middleware(_LastResort)
+
+
+class _LastResort:
+    """Answers what no handler knows.
+
+    A handler for `Exception` would not do: the framework raises again after it has answered, and
+    the server then closes a connection on which the client may already have sent its next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as exc:  # the outermost place of a request
+            if has_started:
+                raise
+            await _json(*describe_error(exc))(scope, receive, send)
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -166,10 +166,11 @@ class ChannelExecutor(Executor):
     def _raise(self, rank: int, failure: protocol.Failure, *, all_answered: bool) -> NoReturn:
         """Raise a rank's error as its own type; ranks that are out of step are ended."""
         known = getattr(errors, failure.kind, None)
-        is_ours = isinstance(known, type) and issubclass(known, PlaitError)
-        if not (all_answered and is_ours):
+        if not (isinstance(known, type) and issubclass(known, PlaitError)):
+            known = None
+        if known is None or not all_answered:
             self.kill()
-        if is_ours:
+        if known is not None:
             raise known(failure.message)
         raise RankError(
             f"rank {rank} failed with {failure.kind}: {failure.message}\n{failure.traceback}"

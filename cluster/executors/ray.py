@@ -140,9 +140,7 @@ def _dial(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)))
 
 
-def _accept(
-    listener: socket.socket, *, size: int, secret: str, timeout_s: float
-) -> list[Channel]:
+def _accept(listener: socket.socket, *, size: int, secret: str, timeout_s: float) -> list[Channel]:
     """The channel of every rank, in rank order; connections without the secret are dropped."""
     channels: dict[int, Channel] = {}
     listener.settimeout(timeout_s)

@@ -439,6 +439,20 @@ def test_failures_before_the_first_token_are_ordinary_answers(
     assert "secret" not in answer.text
 
 
+def test_an_unexpected_failure_leaves_the_connection_usable(base, engine):
+    engine.script = lambda spec: [RuntimeError("secret detail")]
+    body = json.dumps({"model": NAME, "prompt": "a"}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    where = urlsplit(base)
+    with socket.create_connection((where.hostname, where.port), timeout=5) as connection:
+        for _ in range(3):
+            connection.sendall(head.encode() + body)
+            answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 500")
+            assert b"internal_error" in answer
+            time.sleep(0.05)  # a server that closes has done so by now
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_failures_in_a_stream_are_an_event_and_no_done(http, engine, n):
     engine.script = lambda spec: [encode("ab"), 0.05, ReplicaError("lost rank 1")]

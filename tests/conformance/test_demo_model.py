@@ -45,7 +45,9 @@ def prompts(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("size", [1, 2], ids="tp{}".format)
 def test_greedy_tokens_equal_transformers(size, oracle):
     """Up to the first near-tie of a prompt, from where on any continuation is as right."""
-    with LLM(str(demo_model_path()), tensor_parallel_size=size, threads_per_rank=1, **FLOAT32) as llm:
+    with LLM(
+        str(demo_model_path()), tensor_parallel_size=size, threads_per_rank=1, **FLOAT32
+    ) as llm:
         asked = prompts(llm)
         results = llm.generate(asked, GREEDY)
     assert len(results) == 20

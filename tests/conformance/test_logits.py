@@ -6,6 +6,7 @@ from plait_testing.driver import RankDriver
 from plait_testing.logits import assert_same
 from plait_testing.models import TINY_MODELS
 
+
 @pytest.fixture(params=sorted(TINY_MODELS))
 def name(request) -> str:
     return request.param
@@ -47,9 +48,7 @@ def test_mixed_batch_equals_transformers(name, size, checkpoints, tokens, execut
     got = {length: [] for length in lengths}
 
     def feed(prefill: dict[int, list[int]], decode: list[int]) -> None:
-        step = {
-            str(n): tokens[n][sum(len(part) for part in got[n])] for n in decode
-        }
+        step = {str(n): tokens[n][sum(len(part) for part in got[n])] for n in decode}
         output = driver.feed({str(n): part for n, part in prefill.items()}, step)
         for key, logits in output.items():
             got[int(key)].append(logits)

@@ -227,11 +227,16 @@ SPECS = [
     spec_change("dt limit ignored", only(Mamba2, dt_limit=(0.0, float("inf")))),
     spec_change("norm and gate swapped", every_layer(swap_norm_and_gate)),
     spec_change("attention scale ignored", every_layer(usual_scale)),
-    spec_change("one expert less", every_layer(
-        lambda part: replace(part, experts_per_token=part.experts_per_token - 1)
-        if type(part) is Moe
-        else part
-    )),
+    spec_change(
+        "one expert less",
+        every_layer(
+            lambda part: (
+                replace(part, experts_per_token=part.experts_per_token - 1)
+                if type(part) is Moe
+                else part
+            )
+        ),
+    ),
 ]
 
 

@@ -152,9 +152,7 @@ def test_limits_apply_together():
 )
 def test_whatever_is_drawn_is_allowed(values, temperature, top_k, top_p, min_p, seed):
     logits = torch.tensor(values)
-    spec = SamplingSpec(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
+    spec = SamplingSpec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     (token,) = draw(logits, spec, [3])
     probs = (logits.double() / temperature).softmax(-1)
     likelier = probs > probs[token] * (1 + 1e-5)
@@ -224,9 +222,7 @@ def test_a_row_depends_on_seed_and_position_and_not_on_the_batch(data, count):
     ]
     positions = [data.draw(st.integers(0, 200)) for _ in range(count)]
     together = sample(rows, specs, positions).tolist()
-    alone = [
-        sample(rows[i : i + 1], [specs[i]], [positions[i]]).item() for i in range(count)
-    ]
+    alone = [sample(rows[i : i + 1], [specs[i]], [positions[i]]).item() for i in range(count)]
     assert together == alone
     order = data.draw(st.permutations(range(count)))
     shuffled = sample(rows[order], [specs[i] for i in order], [positions[i] for i in order])

@@ -11,7 +11,17 @@ from plait.worker.architectures.adapter import (
     ssm_dtype,
 )
 from plait.worker.config import Config
-from plait.worker.spec import Ffn, GatedNorm, LayerSpec, Mlp, ModelSpec, Moe, TensorPart, WeightNames
+from plait.worker.spec import (
+    Ffn,
+    GatedNorm,
+    LayerSpec,
+    Mixer,
+    Mlp,
+    ModelSpec,
+    Moe,
+    TensorPart,
+    WeightNames,
+)
 
 
 def _ffn(config: Config) -> Ffn:
@@ -33,7 +43,7 @@ def _build(config: Config) -> ModelSpec:
     eps = config.number("rms_norm_eps", 1e-6)
     head_dim = attention_head_dim(config)
     positions = config.choice("position_embedding_type", ("rope", "nope", None))
-    mixers = {
+    mixers: dict[str, Mixer] = {
         "attention": attention(
             config,
             head_dim=head_dim,

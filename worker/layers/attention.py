@@ -15,7 +15,6 @@ from plait.worker.plan import SectionShape, kv_kind_name
 from plait.worker.spec import Attention, Rope
 from plait.worker.tensors import DTYPE_NAMES, TORCH_DTYPES
 
-
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -53,9 +52,7 @@ class AttentionLayer:
         self._num_heads = self._out.shape[1] // spec.head_dim
         self._num_kv_heads = (self._qkv.shape[0] // spec.head_dim - self._num_heads) // 2
         self._kv_of_head = (
-            None
-            if shard.is_regular
-            else torch.tensor(shard.group_of_head, device=self._qkv.device)
+            None if shard.is_regular else torch.tensor(shard.group_of_head, device=self._qkv.device)
         )
         self._kind_name = kv_kind_name(spec.window)
         self._kind = kv_kinds.index(self._kind_name)
@@ -87,7 +84,7 @@ class AttentionLayer:
         if spec.in_multiplier != 1.0:
             x = x * spec.in_multiplier
         qkv = linear(x, self._qkv, self._qkv_bias).view(len(x), -1, spec.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if spec.key_multiplier != 1.0:
             k = k * spec.key_multiplier
         if spec.rope is not None:

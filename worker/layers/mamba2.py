@@ -68,8 +68,8 @@ class Mamba2Layer:
         projected = linear(x, self._in, self._in_bias)
         if self._in_scale is not None:
             projected = projected * self._in_scale
-        gate, conv_in, dt = projected.split(
-            (shard.inner_dim, shard.conv_dim, shard.heads.num_heads), dim=-1
+        gate, conv_in, dt = torch.split(
+            projected, [shard.inner_dim, shard.conv_dim, shard.heads.num_heads], dim=-1
         )
         parts, start = [], 0
         if batch.prefill is not None:
@@ -145,11 +145,12 @@ class Mamba2Layer:
     def _split(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (T, H, P), B (T, G, N) and C (T, G, N) of the convolved channels."""
         shard, spec = self._shard, self._spec
-        x, b, c = convolved.split((shard.inner_dim, shard.group_dim, shard.group_dim), dim=-1)
+        dims = [shard.inner_dim, shard.group_dim, shard.group_dim]
+        x, b, c = torch.split(convolved, dims, dim=-1)
         return (
-            x.unflatten(-1, (-1, spec.head_dim)),
-            b.unflatten(-1, (-1, spec.state_dim)),
-            c.unflatten(-1, (-1, spec.state_dim)),
+            x.view(len(x), -1, spec.head_dim),
+            b.view(len(b), -1, spec.state_dim),
+            c.view(len(c), -1, spec.state_dim),
         )
 
     def _section_scale(self, device: torch.device) -> torch.Tensor | None:
@@ -182,9 +183,7 @@ class _TensorParallelGatedNorm:
             spec.norm.num_groups if self._spans_ranks else (stop - start) // self._width
         )
         channels = torch.arange(start, stop, device=self._weight.device)
-        self._group_of_channel = (
-            None if self._num_groups == 1 else channels // self._width - first
-        )
+        self._group_of_channel = None if self._num_groups == 1 else channels // self._width - first
 
     def __call__(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         sum_squares = None

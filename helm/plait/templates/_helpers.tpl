@@ -47,7 +47,7 @@ app.kubernetes.io/component: worker
 
 {{/* The settings of the server, as `plait.deploy.app:build` takes them. The API key is not one of them. */}}
 {{- define "plait.settings" -}}
-{{- $owned := dict "host" "0.0.0.0" "load_timeout_s" .Values.loadTimeout -}}
+{{- $owned := dict "host" "0.0.0.0" "load_timeout_s" .Values.loadTimeout "drain_timeout_s" .Values.drainTimeout -}}
 {{- merge $owned .Values.engine .Values.server | toYaml -}}
 {{- end -}}
 

@@ -145,25 +145,22 @@ the HTTP proxy. A replica that loads too long or hangs is Serve's and the engine
 {{- define "plait.probes" -}}
 {{- $probes := .root.Values.probes -}}
 {{- $period := int $probes.periodSeconds -}}
+{{- $raylet := "{path: /api/local_raylet_healthz, port: 52365}" -}}
 startupProbe:
-  httpGet: &raylet
-    path: /api/local_raylet_healthz
-    port: 52365
+  httpGet: {{ $raylet }}
   periodSeconds: {{ $period }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}
   failureThreshold: {{ div (add .root.Values.loadTimeout $period -1) $period }}
 livenessProbe:
-  httpGet: *raylet
+  httpGet: {{ $raylet }}
   periodSeconds: {{ $period }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}
   failureThreshold: {{ $probes.livenessFailureThreshold }}
 readinessProbe:
   {{- if .isWorker }}
-  httpGet:
-    path: /-/healthz
-    port: serve
+  httpGet: {path: /-/healthz, port: serve}
   {{- else }}
-  httpGet: *raylet
+  httpGet: {{ $raylet }}
   {{- end }}
   periodSeconds: {{ $period }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}

@@ -1,4 +1,4 @@
-{{/* Serve's own config file: the application, and what the cluster decides about its deployments. */}}
+{{/* Serve's own config file: the application, and its autoscaling. */}}
 {{- define "plait.serveConfig" -}}
 proxy_location: EveryNode
 http_options:
@@ -10,19 +10,16 @@ applications:
     import_path: plait.deploy.app:build
     args:
       {{- include "plait.settings" . | nindent 6 }}
+    {{- with .Values.autoscaling }}
+    {{- if .enabled }}
     deployments:
-      - name: ingress
-        graceful_shutdown_timeout_s: {{ .Values.drainTimeout }}
       - name: replica
-        graceful_shutdown_timeout_s: {{ .Values.drainTimeout }}
-        {{- with .Values.autoscaling }}
-        {{- if .enabled }}
         num_replicas: auto
         autoscaling_config:
           min_replicas: {{ .minReplicas }}
           max_replicas: {{ .maxReplicas }}
           target_ongoing_requests: {{ .targetOngoingRequests }}
           downscale_delay_s: {{ .downscaleDelay }}
-        {{- end }}
-        {{- end }}
+    {{- end }}
+    {{- end }}
 {{- end -}}

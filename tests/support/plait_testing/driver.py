@@ -139,7 +139,5 @@ class RankDriver:
             ids = self._allocator.allocate_blocks(kind, needed - len(held))
             assert ids is not None
             held += ids
-            growth.append(
-                protocol.Growth(seat=self._seats[name], kind=kind, block_ids=tuple(ids))
-            )
+            growth.append(protocol.Growth(seat=self._seats[name], kind=kind, block_ids=tuple(ids)))
         return growth
