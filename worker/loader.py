@@ -86,7 +86,7 @@ def load_parameters(
 ) -> dict[str, torch.Tensor]:
     """Read `parameters` on to `device`, by name.
 
-    `progress` is called with the bytes of each tensor read. Tensors of the model dtype are cast to
+    `progress` is called with the number of elements of each tensor read. Tensors of the model dtype are cast to
     `dtype`; those that must stay float32 are read as such.
 
     Raises:
@@ -102,7 +102,7 @@ def load_parameters(
         target = TORCH_DTYPES[dtype if parameter.dtype == MODEL_DTYPE else parameter.dtype]
         loaded[parameter.name] = tensor.to(device=device, dtype=target).contiguous()
         if progress is not None:
-            progress(tensor.numel() * tensor.element_size())
+            progress(tensor.numel())
     return loaded
 
 

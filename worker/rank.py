@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import time
 
 import psutil
 import torch
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Of the device's free memory, what is left to activations and the allocator once weights stand.
 _RESERVED_CUDA_BYTES = 1 << 30
+_PROGRESS_PERIOD_S = 2.0
 
 
 class Rank:
@@ -35,9 +36,7 @@ class Rank:
         self._decoder: Decoder | None = None
         self._arena: Arena | None = None
 
-    def load(
-        self, request: protocol.Load, *, progress: Callable[[int], None] | None = None
-    ) -> protocol.Loaded:
+    def load(self, request: protocol.Load) -> protocol.Loaded:
         """Read the weights, build the layers, and compare them with the layout.
 
         Raises:
@@ -56,7 +55,11 @@ class Rank:
         tied = (spec.names.head,) if spec.tie_embeddings else ()
         check_complete(checkpoint, parameters, tied=tied)
         tensors = load_parameters(
-            checkpoint, parameters, dtype=request.dtype, device=self._device, progress=progress
+            checkpoint,
+            parameters,
+            dtype=request.dtype,
+            device=self._device,
+            progress=_LoadProgress(rank, sum(parameter.numel for parameter in parameters)),
         )
         decoder = Decoder(
             spec,
@@ -170,3 +173,20 @@ class Rank:
             return max(0, free - _RESERVED_CUDA_BYTES), total
         memory = psutil.virtual_memory()
         return memory.available, memory.total
+
+
+class _LoadProgress:
+    """Logs how much of the weights is read, every few seconds."""
+
+    def __init__(self, rank: int, total: int) -> None:
+        self._rank = rank
+        self._total = total
+        self._done = 0
+        self._next_s = time.monotonic() + _PROGRESS_PERIOD_S
+
+    def __call__(self, numel: int) -> None:
+        self._done += numel
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PROGRESS_PERIOD_S
+            share = self._done / self._total
+            logger.info("rank %d: %.0f %% of the weights read", self._rank, 100 * share)

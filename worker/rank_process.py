@@ -79,6 +79,7 @@ def run(
     channel: Channel, *, rank: int, size: int, device: str, rendezvous: str, timeout_s: float
 ) -> None:
     """Join the ranks at `rendezvous` and answer messages until the channel closes."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     target = torch.device(device)
     if target.type == "cuda":
         torch.cuda.set_device(target)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.errors import OverloadedError, ReplicaError
+from plait.cluster.request import TokenChunk
 from plait.cluster.tokenizer import Tokenizer
 from tests.cluster.api_support import DEMO_MODEL, MODEL, ScriptedEngine, logprob_of, pieces, serve
 
@@ -173,10 +174,50 @@ def test_token_ids_and_text_give_the_same_with_a_stop_string(client, engine, str
 
 def test_a_stop_string_ends_the_request_and_counts_its_last_token(client, engine):
     ids = encode("a") + encode("b") + encode("c") + encode("d")
-    engine.script = lambda spec: [ids[:3], ids[3:], 30.0]
+    engine.script = lambda spec: [ids, 30.0]
     reply = client.completions.create(model=NAME, prompt="x", stop=["zz", "bc"])
     assert (reply.choices[0].text, reply.usage.completion_tokens) == ("a", 3)
     assert engine.aborted == [engine.started[0].request_id]
+
+
+class Chunks:
+    """An iterator that is no generator, so that nothing but a call closes it."""
+
+    def __init__(self, request_id):
+        self._request_id = request_id
+        self.num_closed = 0
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        ids = tuple(encode("a") + encode("b"))
+        return TokenChunk(request_id=self._request_id, index=0, token_ids=ids)
+
+    async def aclose(self):
+        self.num_closed += 1
+
+
+def test_iterators_are_closed_whatever_ends_the_reply(http, engine, monkeypatch):
+    made = []
+
+    def generate(spec):
+        made.append(Chunks(spec.request_id))
+        return made[-1]
+
+    monkeypatch.setattr(engine, "generate", generate)
+    body = {"model": NAME, "prompt": "a", "stop": "b"}
+    for stream in (True, False):
+        answer = http.post("/v1/completions", json=body | {"stream": stream})
+        assert answer.status_code == 200
+    assert [chunks.num_closed for chunks in made] == [1, 1]
+
+
+def test_iterators_need_not_be_closable(http, engine, monkeypatch):
+    monkeypatch.delattr(Chunks, "aclose")
+    monkeypatch.setattr(engine, "generate", lambda spec: Chunks(spec.request_id))
+    answer = http.post("/v1/completions", json={"model": NAME, "prompt": "a", "stop": "b"})
+    assert answer.json()["choices"][0]["text"] == "a"
 
 
 def test_held_back_text_comes_with_the_end(client, engine):

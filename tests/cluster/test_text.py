@@ -219,6 +219,16 @@ def spaced(tmp_path_factory):
     return Tokenizer(folder)
 
 
+def test_an_invalid_run_of_byte_tokens_does_not_hold_the_rest_back(spaced):
+    first = spaced.vocab_size - 1
+    byte_of = {spaced.token_bytes(i): i for i in range(first, 1, -1)}
+    ids = [byte_of[bytes([value])] for value in b"\xff" + b"\x01" * 200]
+    stream = TextStream(spaced)
+    delivered = stream.push(ids)
+    assert len(delivered) >= 201 - 40
+    assert delivered + stream.finish() == spaced.decode(ids)
+
+
 @pytest.mark.parametrize("text", ["a b c", "a  b", "ahoj 😀 b", "水 a 水水", "b é", ""])
 def test_marked_spaces_and_byte_tokens(spaced, text):
     ids = spaced.encode(text, add_special_tokens=False)

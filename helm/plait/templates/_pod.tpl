@@ -9,7 +9,7 @@ metadata:
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-    {{- include "plait.labels" $root | nindent 4 }}
+    {{- include "plait.selectorLabels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
   {{- with $values.podAnnotations }}
   annotations:
