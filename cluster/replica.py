@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 
 from plait.cluster.controller import start_model
-from plait.cluster.devices import num_cuda_devices, resolve_device
 from plait.cluster.engine import Engine
 from plait.cluster.engine_thread import EngineThread
 from plait.cluster.errors import ReplicaError, RequestError
@@ -56,7 +55,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Replica:
     """One model copy. Its calls stay open while their request runs, so that Serve sees the load.
 
-    Any failure of a rank ends the whole replica: open calls fail at once, the ranks are killed,
+    `settings` come with `device` resolved. Any failure of a rank ends the whole replica: open calls fail at once, the ranks are killed,
     and Serve starts a new copy.
     """
 
@@ -156,10 +155,7 @@ class Replica:
         events: LatencyEvents,
     ) -> tuple[RayExecutor, Engine]:
         settings = self._settings
-        size = settings.tensor_parallel_size
-        device = resolve_device(
-            settings.device, tensor_parallel_size=size, available=num_cuda_devices()
-        )
+        size, device = settings.tensor_parallel_size, settings.device
         executor = RayExecutor(
             group,
             size=size,

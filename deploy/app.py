@@ -4,10 +4,11 @@ import os
 import uuid
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
-from plait.cluster.devices import num_cuda_devices, resolve_device
+from plait.cluster.devices import resolve_device
 from plait.cluster.executors.ray import RANK_CPUS
 from plait.cluster.ingress import Ingress
 from plait.cluster.planner import DEFAULT_NUM_SEQS
@@ -31,7 +32,14 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_application(settings: ServeSettings) -> Application:
-    """Ingress and replica deployments, bound to each other."""
+    """Ingress and replica deployments, bound to each other.
+
+    Call it where Ray runs: `device` auto takes CUDA if the cluster has the GPUs.
+
+    Raises:
+        ConfigError: CUDA was asked for and there are too few devices.
+    """
+    settings = settings.model_copy(update={"device": _device(settings)})
     model_path = str(settings.model or demo_model_path())
     app_id = uuid.uuid4().hex[:12]
     values = settings.model_dump()
@@ -63,13 +71,15 @@ def build_application(settings: ServeSettings) -> Application:
 
 def placement_bundles(settings: ServeSettings) -> list[dict[str, float]]:
     """One bundle per rank; the replica itself sits in the first."""
-    size = settings.tensor_parallel_size
-    device = resolve_device(
-        settings.device, tensor_parallel_size=size, available=num_cuda_devices()
+    rank = {"CPU": RANK_CPUS} | ({"GPU": 1.0} if _device(settings) == "cuda" else {})
+    first = rank | {"CPU": 2 * RANK_CPUS}
+    return [first, *(rank for _ in range(settings.tensor_parallel_size - 1))]
+
+
+def _device(settings: ServeSettings) -> str:
+    """Where ranks run, given the GPUs of this cluster."""
+    return resolve_device(
+        settings.device,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        available=int(ray.cluster_resources().get("GPU", 0)),
     )
-    if device == "cuda":
-        bundles: list[dict[str, float]] = [{"CPU": RANK_CPUS, "GPU": 1} for _ in range(size)]
-    else:
-        bundles = [{"CPU": RANK_CPUS} for _ in range(size)]
-    bundles[0]["CPU"] += RANK_CPUS
-    return bundles

@@ -80,7 +80,8 @@ def run(
 ) -> None:
     """Join the ranks at `rendezvous` and answer messages until the channel closes."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    target = torch.device(device)
+    # Ray shows a rank one device; the process executor names one by its index.
+    target = torch.device("cuda:0" if device == "cuda" else device)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     group = TensorParallel.connect(
