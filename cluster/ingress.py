@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -12,8 +13,12 @@ import msgspec
 import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
-from ray.exceptions import RayError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.exceptions import RayError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+)
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from starlette.types import ASGIApp
 
@@ -32,6 +37,7 @@ from plait.cluster.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 _STATUS_PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
+_RETRY_PAUSE_S = 0.2
 _LATE_TOKENS_S = 5.0  # how long tokens may lag behind the end of their call
 
 
@@ -60,24 +66,24 @@ class ReplicaEngine:
     async def generate(self, spec: RequestSpec) -> AsyncIterator[TokenChunk]:
         """The tokens of a request; see `plait.cluster.api.engine.Engine`."""
         queue = self._receiver.open(spec.request_id)
-        message = GenerateCall(spec=spec, address=self._address)
-        response = self._replicas.generate.remote(msgspec.msgpack.encode(message))
-        ended = asyncio.ensure_future(_outcome(response))
+        call: _Call | None = None
         finished = False
         try:
-            await self._accepted(queue, ended)
+            call = await self._place(spec, queue)
             while not finished:
-                chunk = await self._next(queue, ended)
+                chunk = await call.next(queue)
                 finished = chunk.finish_reason is not None
                 yield chunk
+        except OverloadedError:
+            self._metrics.overloads.inc()
+            raise
         except ReplicaError:
             self._metrics.replica_failures.inc()
             raise
         finally:
             self._receiver.close(spec.request_id)
-            if not finished:
-                response.cancel()
-            self._keep(ended)
+            if call is not None:
+                self._leave(call, has_ended=finished)
 
     async def is_ready(self) -> bool:
         return self._status is not None
@@ -113,48 +119,82 @@ class ReplicaEngine:
         status = msgspec.msgpack.decode(reply, type=ReplicaStatus)
         return status if status.is_healthy else None
 
-    async def _accepted(
-        self, queue: asyncio.Queue[TokenChunk], ended: "asyncio.Future[bytes]"
-    ) -> None:
-        """Wait for the first, empty chunk: a replica has the request."""
-        timeout_s = self._settings.queue_timeout_s
-        try:
-            await asyncio.wait_for(self._next(queue, ended), timeout_s)
-        except TimeoutError as exc:
-            self._metrics.overloads.inc()
-            raise OverloadedError(f"no model copy took the request in {timeout_s:g} s") from exc
-        except OverloadedError:
-            self._metrics.overloads.inc()
-            raise
+    async def _place(self, spec: RequestSpec, queue: "asyncio.Queue[TokenChunk]") -> "_Call":
+        """A call that a replica has taken: its first, empty chunk is here.
 
-    async def _next(
-        self, queue: asyncio.Queue[TokenChunk], ended: "asyncio.Future[bytes]"
-    ) -> TokenChunk:
-        """The next chunk; raises how the call ended if it ended without one."""
+        A replica that dies before it takes the request has drawn nothing, so the next one is asked.
+
+        Raises:
+            OverloadedError: none took it in time, or the queue is full.
+            RequestError: a replica refused it.
+        """
+        timeout_s = self._settings.queue_timeout_s
+        deadline = time.monotonic() + timeout_s
+        for attempt in itertools.count(spec.attempt):
+            call = _Call(
+                self._replicas, msgspec.structs.replace(spec, attempt=attempt), self._address
+            )
+            try:
+                await asyncio.wait_for(call.next(queue), deadline - time.monotonic())
+                return call
+            except TimeoutError:
+                self._leave(call, has_ended=False)
+            except ReplicaError as exc:
+                logger.info("request %s is sent again: %s", spec.request_id, exc)
+            except BaseException:
+                self._leave(call, has_ended=False)
+                raise
+            if time.monotonic() + _RETRY_PAUSE_S >= deadline:
+                break
+            await asyncio.sleep(_RETRY_PAUSE_S)
+        raise OverloadedError(f"no model copy took the request in {timeout_s:g} s")
+
+    def _leave(self, call: "_Call", *, has_ended: bool) -> None:
+        """Let a call end on its own, or cancel it; nobody waits for it any more."""
+        if not has_ended:
+            call.cancel()
+        task = asyncio.ensure_future(call.wait())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class _Call:
+    """A request that was sent to some replica."""
+
+    def __init__(self, replicas: DeploymentHandle, spec: RequestSpec, address: Address) -> None:
+        message = GenerateCall(spec=spec, address=address)
+        self._attempt = spec.attempt
+        self._response = replicas.generate.remote(msgspec.msgpack.encode(message))
+        self._ended = asyncio.ensure_future(_outcome(self._response))
+
+    async def next(self, queue: "asyncio.Queue[TokenChunk]") -> TokenChunk:
+        """The next chunk of this attempt; raises how the call ended if it ended without one."""
+        while True:
+            chunk = await self._next(queue)
+            if chunk.attempt == self._attempt:
+                return chunk
+
+    def cancel(self) -> None:
+        self._response.cancel()
+
+    async def wait(self) -> None:
+        """Until the call has ended, however it does."""
+        with contextlib.suppress(ReplicaError, OverloadedError, RequestError):
+            await self._ended
+
+    async def _next(self, queue: "asyncio.Queue[TokenChunk]") -> TokenChunk:
         getter = asyncio.ensure_future(queue.get())
         try:
-            waiting: set[asyncio.Future[Any]] = {getter, ended}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({getter, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if getter.done():
                 return getter.result()
-            ended.result()  # raises if the call failed
+            self._ended.result()  # raises if the call failed
             try:
                 return await asyncio.wait_for(asyncio.shield(getter), _LATE_TOKENS_S)
             except TimeoutError as exc:
                 raise ReplicaError("the call ended, but its last tokens did not come") from exc
         finally:
             getter.cancel()
-
-    def _keep(self, ended: "asyncio.Future[bytes]") -> None:
-        """Let a call end on its own and take what it raises: nobody waits for it any more."""
-
-        async def wait() -> None:
-            with contextlib.suppress(ReplicaError, OverloadedError, RequestError):
-                await ended
-
-        task = asyncio.ensure_future(wait())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 async def _outcome(response: "DeploymentResponse[bytes]") -> bytes:
@@ -174,11 +214,13 @@ async def _outcome(response: "DeploymentResponse[bytes]") -> bytes:
         raise OverloadedError("the queue is full") from exc
     except DeploymentUnavailableError as exc:
         raise OverloadedError("no model copy is ready") from exc
-    except (TaskCancelledError, asyncio.CancelledError):
-        raise
+    except asyncio.CancelledError as exc:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise ReplicaError("the call was cancelled") from exc
     except ReplicaError as exc:
         raise ReplicaError(str(getattr(exc, "cause", exc))) from exc
-    except RayError as exc:
+    except (RayError, RayServeException) as exc:
         raise ReplicaError(f"the model copy is gone ({type(exc).__name__})") from exc
 
 

@@ -55,8 +55,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Replica:
     """One model copy. Its calls stay open while their request runs, so that Serve sees the load.
 
-    `settings` come with `device` resolved. Any failure of a rank ends the whole replica: open calls fail at once, the ranks are killed,
-    and Serve starts a new copy.
+    `settings` come with `device` resolved. Any failure of a rank ends the whole replica: open calls
+    fail at once, the ranks are killed, and Serve starts a new copy.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -107,7 +107,6 @@ class Replica:
         self._num_tokens[request_id] = len(spec.output_token_ids)
         try:
             await self._add(spec)
-            self._sender.send([_accepted(spec)])
             return msgspec.msgpack.encode(await finished)
         finally:
             if not finished.done() or finished.cancelled():
@@ -186,10 +185,22 @@ class Replica:
         accepted: asyncio.Future[None] = self._loop.create_future()
 
         def answer(error: RequestError | None) -> None:
-            self._call_soon(_settle, accepted, error)
+            self._call_soon(self._answer, spec, accepted, error)
 
         self._thread.add(spec, answer)
         await accepted
+
+    def _answer(
+        self, spec: RequestSpec, accepted: asyncio.Future[None], error: RequestError | None
+    ) -> None:
+        """Settle `accepted`, and tell the ingress before any token can: chunks are in order."""
+        if accepted.done():
+            return
+        if error is None:
+            self._sender.send([_accepted(spec)])
+            accepted.set_result(None)
+        else:
+            accepted.set_exception(error)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         """Send the tokens of a step, and end the calls of requests that are done."""
@@ -249,12 +260,3 @@ def _accepted(spec: RequestSpec) -> TokenChunk:
     return TokenChunk(
         request_id=spec.request_id, attempt=spec.attempt, index=len(spec.output_token_ids)
     )
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -230,7 +230,7 @@ class Scheduler:
             if builder.budget == 0:
                 return
             if not self._grow(sequence, builder):
-                continue  # its own units are on their way out, or a step in flight still holds some
+                continue
             builder.decode(sequence)
 
     def _schedule_prefill(self, builder: "_StepBuilder") -> None:
@@ -276,42 +276,40 @@ class Scheduler:
             sequence.phase = Phase.DECODE
 
     def _grow(self, sequence: Sequence, builder: "_StepBuilder") -> bool:
-        """Make room for one more position, preempting younger sequences while there is none."""
-        for kind in range(self._num_kinds):
-            while self._blocks_for(sequence.length) > len(sequence.blocks[kind]):
-                if self._append_blocks(sequence, kind, 1, builder):
-                    continue
-                victim = self._youngest(builder)
-                if victim is None or victim is sequence:
-                    if victim is sequence:
-                        self._preempt(sequence, builder)
-                    return False
-                self._preempt(victim, builder)
-                if victim.num_in_flight:
-                    return False
+        """Make room for one more position in every kv kind, all or nothing.
+
+        Preempts the youngest sequences while there is none. False if `sequence` was the youngest
+        itself, or if units that steps in flight still hold have to come back first.
+        """
+        needed = [self._blocks_for(sequence.length) - len(held) for held in sequence.blocks]
+        while not self.allocator.can_allocate(needed, 0):
+            if self._releasing:
+                return False
+            victim = self._youngest(builder)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        for kind, count in enumerate(needed):
+            self._append_blocks(sequence, kind, count, builder)
         return True
 
-    def _youngest(self, builder: "_StepBuilder") -> Sequence | None:
+    def _youngest(self, builder: "_StepBuilder") -> Sequence:
         """The running sequence that came last and has no row in the step being built."""
-        rows = builder.touched
-        return next((seq for seq in reversed(self._running) if seq not in rows), None)
+        return next(seq for seq in reversed(self._running) if seq not in builder.touched)
 
     def _append_blocks(
         self, sequence: Sequence, kind: int, count: int, builder: "_StepBuilder"
-    ) -> bool:
+    ) -> None:
         ids = self.allocator.allocate_blocks(kind, count)
-        if ids is None:
-            return False
+        assert ids is not None, "blocks were taken without a check"
         sequence.blocks[kind] += ids
         builder.grow(sequence, kind, ids)
-        return True
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _preempt(self, sequence: Sequence, builder: "_StepBuilder") -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Take everything from a running sequence; it starts over at the head of the queue."""
-        builder.drop_growth(_seat(sequence))
         self.counters.preemptions += 1
         self._running.remove(sequence)
         sequence.phase = Phase.WAITING
@@ -400,10 +398,6 @@ class _StepBuilder:
     def grow(self, sequence: Sequence, kind: int, ids: list[int]) -> None:
         if ids:
             self._growth.append(Growth(seat=_seat(sequence), kind=kind, block_ids=tuple(ids)))
-
-    def drop_growth(self, seat: int) -> None:
-        """Forget blocks given to a seat in this step: its sequence has just lost them."""
-        self._growth = [growth for growth in self._growth if growth.seat != seat]
 
     def prefill(self, sequence: Sequence, start: int, end: int, *, is_last: bool) -> None:
         self._prefill.append(

@@ -118,12 +118,13 @@ class TokenSender:
             if address is not None:
                 by_address.setdefault(address, []).append(chunk)
         for address, frame in by_address.items():
-            if not self._links[address].write(_encoder.encode(frame)):
+            link = self._links.get(address)
+            if link is None or not link.write(_encoder.encode(frame)):
                 self._lose(address)
 
     def _lose(self, address: Address) -> None:
         logger.warning("ingress %s:%s takes no tokens any more", address.host, address.port)
-        del self._links[address]
+        self._links.pop(address, None)
         for request_id in [r for r, a in self._address_of.items() if a == address]:
             del self._address_of[request_id]
             self._on_lost(request_id)

@@ -1,15 +1,16 @@
 """`plait serve`: a local Ray or one that is there, the application, a table when it is ready."""
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -136,7 +137,8 @@ def _why(application: Any) -> str:  # noqa: ANN401 - ray has no types
 def _summary(settings: ServeSettings, model_path: str) -> Table:
     """What runs, in one table."""
     url = f"http://{settings.host}:{settings.port}"
-    plan = httpx.get(f"{url}/plan", timeout=10.0).json()
+    with urllib.request.urlopen(f"{url}/plan", timeout=10.0) as reply:
+        plan = json.load(reply)
     layout = plan["layout"]
     dtypes = layout["dtypes"]
     table = Table(title="plait is ready", show_header=False, title_justify="left")

@@ -86,8 +86,8 @@ def load_parameters(
 ) -> dict[str, torch.Tensor]:
     """Read `parameters` on to `device`, by name.
 
-    `progress` is called with the number of elements of each tensor read. Tensors of the model dtype are cast to
-    `dtype`; those that must stay float32 are read as such.
+    `progress` is called with the number of elements of each tensor read. Tensors of the model dtype
+    are cast to `dtype`; those that must stay float32 are read as such.
 
     Raises:
         WeightsError: a tensor is missing or has another shape.

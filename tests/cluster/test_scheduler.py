@@ -263,6 +263,7 @@ TestAnySchedule.settings = settings(
     max_examples=150,
     stateful_step_count=30,
     deadline=None,
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
@@ -319,9 +320,9 @@ def test_a_prompt_is_cut_at_multiples_of_the_scan_chunk():
 
 def test_a_budget_below_the_scan_chunk_cuts_at_blocks_and_below_a_block_anywhere():
     sim = Simulation(budget=7)
-    first = sim.add([1] * 11)
+    first = sim.add([1] * 15)
     assert [rows_of(sim)[0][0][1:3] for _ in range(2)] == [(0, 4), (4, 4)]
-    assert rows_of(sim) == ([(first, 8, 3, True)], 0)
+    assert rows_of(sim) == ([(first, 8, 7, True)], 0)
     sim = Simulation(budget=3)
     sim.add([1] * 8)
     assert [rows_of(sim)[0][0][1:3] for _ in range(3)] == [(0, 3), (3, 1), (4, 3)]
@@ -361,9 +362,9 @@ def test_seats_bound_what_runs_and_are_used_again():
 def test_nothing_to_do_is_no_step():
     sim = Simulation()
     assert sim.scheduler.schedule() is None
-    sim.add([1])
+    sim.add([1], max_tokens=1)
     assert sim.submit()
-    assert not sim.submit() or sim.depth > 1
+    assert not sim.submit()
 
 
 # Refusals

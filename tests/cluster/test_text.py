@@ -226,7 +226,8 @@ def test_an_invalid_run_of_byte_tokens_does_not_hold_the_rest_back(spaced):
     stream = TextStream(spaced)
     delivered = stream.push(ids)
     assert len(delivered) >= 201 - 40
-    assert delivered + stream.finish() == spaced.decode(ids)
+    # The whole decode shows nothing but replacements; here the run may recover.
+    assert len(delivered + stream.finish()) == len(spaced.decode(ids)) == 201
 
 
 @pytest.mark.parametrize("text", ["a b c", "a  b", "ahoj 😀 b", "水 a 水水", "b é", ""])

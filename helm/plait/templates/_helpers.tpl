@@ -81,6 +81,9 @@ app.kubernetes.io/component: worker
 {{- if and (ne .Values.weights.source "none") (not (hasPrefix (printf "%s/" .Values.weights.mountPath) (printf "%s/" (.Values.server.model | default "")))) -}}
 {{- fail (printf "weights are mounted at %s, but server.model is %q, which is not there" .Values.weights.mountPath (.Values.server.model | default "")) -}}
 {{- end -}}
+{{- if and (eq .Values.weights.source "emptyDir") (not .Values.weights.emptyDir.command) -}}
+{{- fail "weights.source is emptyDir: set weights.emptyDir.command, which fills it" -}}
+{{- end -}}
 {{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
 {{- fail (printf "autoscaling.minReplicas %d is above maxReplicas %d" (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
 {{- end -}}

@@ -39,7 +39,7 @@ spec:
       image: {{ $values.weights.emptyDir.image | default (include "plait.image" $root) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command:
-        {{- required "weights.source is emptyDir: set weights.emptyDir.command, which fills it" $values.weights.emptyDir.command | toYaml | nindent 8 }}
+        {{- toYaml $values.weights.emptyDir.command | nindent 8 }}
       {{- with $values.env }}
       env:
         {{- toYaml . | nindent 8 }}

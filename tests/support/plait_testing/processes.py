@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,17 +25,9 @@ def descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
     return {process for process in found if is_alive(process)}
 
 
-def orphans() -> set[psutil.Process]:
-    """What this process adopted; the dead among them are reaped."""
-    found = set()
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() == psutil.STATUS_ZOMBIE:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(child.pid, os.WNOHANG)
-            else:
-                found.add(child)
-    return found
+def children() -> set[psutil.Process]:
+    """What this process started, and what it adopted."""
+    return set(psutil.Process().children())
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -19,7 +19,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from plait_testing.processes import descendants, orphans, poll, title, titled
+from plait_testing.processes import children, descendants, poll, title, titled
 
 START_LIMIT_S = 120.0  # a hang; how long a start may take is asserted where it matters
 STOP_LIMIT_S = 60.0
@@ -34,6 +34,7 @@ class Server:
     """A started `plait serve`. Its Ray, sockets and files lie in `folder` and nowhere else."""
 
     process: subprocess.Popen[bytes]
+    root: psutil.Process
     port: int
     metrics_port: int
     folder: Path
@@ -54,7 +55,7 @@ class Server:
 
     def processes(self) -> set[psutil.Process]:
         """Every process of this server."""
-        found = descendants([psutil.Process(self.process.pid)])
+        found = descendants([self.root])
         self.seen |= found
         return found
 
@@ -88,10 +89,10 @@ class Server:
 
     def left_behind(self) -> list[str]:
         """Processes that outlived this server, and sockets in its folder; looks for a while."""
-        others = {psutil.Process(server.process.pid) for server in running}
+        others = {server.root for server in running}
 
         def left() -> set[psutil.Process]:
-            return descendants((orphans() - others) | self.seen)
+            return descendants((children() - others) | self.seen)
 
         poll(lambda: not left(), timeout_s=10.0)
         return [f"{process.pid} {title(process)}" for process in left()] + self.own_folders()
@@ -199,6 +200,7 @@ def launched(*flags: str, **options: str | int | float) -> Iterator[Server]:
     key = options.get("api_key")
     server = Server(
         process=process,
+        root=psutil.Process(process.pid),
         port=port,
         metrics_port=metrics_port,
         folder=folder,
