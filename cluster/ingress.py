@@ -252,10 +252,10 @@ class Ingress:
             metrics=self._metrics,
             app_id=app_id,
         )
+        serve_metrics(registry, self._settings, role="ingress", name=name, app_id=app_id)
         self._tokenizer = Tokenizer(model_path)
         self._first = await self._engine.first_status()
         self._watch = asyncio.ensure_future(self._engine.watch())
-        serve_metrics(registry, self._settings, role="ingress", name=name, app_id=app_id)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve calls this once the constructor is done."""

@@ -8,7 +8,6 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from plait.cluster.devices import resolve_device
 from plait.cluster.executors.ray import RANK_CPUS
 from plait.cluster.ingress import Ingress
 from plait.cluster.planner import DEFAULT_NUM_SEQS
@@ -35,9 +34,6 @@ def build_application(settings: ServeSettings) -> Application:
     """Ingress and replica deployments, bound to each other.
 
     Call it where Ray runs: `device` auto takes CUDA if the cluster has the GPUs.
-
-    Raises:
-        ConfigError: CUDA was asked for and there are too few devices.
     """
     settings = settings.model_copy(update={"device": _device(settings)})
     model_path = str(settings.model or demo_model_path())
@@ -77,9 +73,11 @@ def placement_bundles(settings: ServeSettings) -> list[dict[str, float]]:
 
 
 def _device(settings: ServeSettings) -> str:
-    """Where ranks run, given the GPUs of this cluster."""
-    return resolve_device(
-        settings.device,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        available=int(ray.cluster_resources().get("GPU", 0)),
-    )
+    """Where ranks run: as asked for, else by the GPUs that the cluster has now.
+
+    CUDA that was asked for is not questioned: nodes with GPUs may join later.
+    """
+    if settings.device != "auto":
+        return settings.device
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    return "cuda" if num_gpus >= settings.tensor_parallel_size else "cpu"

@@ -40,6 +40,9 @@ def settings_schema(group: str) -> dict[str, Any]:
         if name in OWNED_BY_CHART or (name in inherited) != (group == "engine"):
             continue
         field = {key: value for key, value in schema.items() if key != "title"}
+        if name == "device":
+            # `auto` counts the GPUs of the pods that have joined so far: maybe none.
+            field |= {"enum": ["cpu", "cuda"], "default": "cuda"}
         if ServeSettings.model_fields[name].annotation == Bytes | None:
             field["anyOf"] = [*field["anyOf"], _SIZE]
         properties[name] = field

@@ -174,7 +174,7 @@ readinessProbe:
 {{/* Resources of a worker, with the GPUs of its share of the ranks. */}}
 {{- define "plait.workerResources" -}}
 {{- $resources := deepCopy .Values.worker.resources -}}
-{{- if ne .Values.engine.device "cpu" -}}
+{{- if eq .Values.engine.device "cuda" -}}
 {{- $gpus := div .Values.engine.tensor_parallel_size .Values.worker.podsPerReplica -}}
 {{- $limits := merge (dict .Values.worker.gpuResource $gpus) ($resources.limits | default dict) -}}
 {{- $_ := set $resources "limits" $limits -}}

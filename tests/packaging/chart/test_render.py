@@ -103,6 +103,7 @@ def test_an_unknown_value_is_refused_by_name(version, setting, named):
     [
         (["engine.tensor_parallel_size=0"], "tensor_parallel_size"),
         (['engine.kv_cache_dtype="int4"'], "kv_cache_dtype"),
+        (['engine.device="auto"'], "device"),
         (['engine.cache_memory="4 pounds"'], "cache_memory"),
         (["loadTimeout=0"], "loadTimeout"),
         (['shm.size="64Mi"'], "at least 512Mi"),

@@ -1,6 +1,7 @@
 """Many clients at once, some of which hang up."""
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -80,10 +81,8 @@ def run_load(server: Server, asks: Sequence[Ask], *, concurrency: int) -> list[A
 async def send(http: httpx.AsyncClient, ask: Ask) -> Answer:
     """The answer to one streamed request, or what came of it before its client left."""
     answer = Answer()
-    try:
+    with contextlib.suppress(TimeoutError):  # the connection is closed then
         await asyncio.wait_for(_read(http, ask, answer), ask.leaves_after_s)
-    except TimeoutError:
-        pass  # the connection is closed now
     return answer
 
 
