@@ -1,9 +1,7 @@
 """`plait serve`: a local Ray or one that is there, the application, a table when it is ready."""
 
 import json
-import os
 import signal
-import sys
 import threading
 import time
 import urllib.request
@@ -23,6 +21,7 @@ from plait.cluster.plan_report import human_bytes
 from plait.cluster.settings import ServeSettings
 from plait.deploy.app import build_application, placement_bundles
 from plait.deploy.demo import demo_model_path
+from plait.deploy.local_ray import ray_session, within
 from plait.worker.architectures import load_spec
 from plait.worker.errors import PlaitError
 from plait.worker.spec import check_tp_size
@@ -30,6 +29,7 @@ from plait.worker.spec import check_tp_size
 APPLICATION = "plait"
 _POLL_S = 0.2
 _PENDING_LIMIT_S = 30.0
+_SHUTDOWN_SLACK_S = 10.0
 
 
 class ServerError(PlaitError):
@@ -45,43 +45,55 @@ def run_server(settings: ServeSettings) -> None:
     console = Console(stderr=True)
     model_path = str(settings.model or demo_model_path())
     check_tp_size(load_spec(model_path), settings.tensor_parallel_size)
-    with _ray(settings):
+    session = ray_session(settings.ray_address, dashboard=settings.dashboard)
+    # Ray has signal handlers of its own: ours come after it.
+    with session, _stopped_by_signals(console):
         try:
-            _check_resources(settings)
-            serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
-            serve.run_many(
-                [
-                    serve.RunTarget(
-                        build_application(settings),
-                        name=APPLICATION,
-                        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
-                    )
-                ],
-                wait_for_ingress_deployment_creation=False,
-                wait_for_applications_running=False,
-            )
+            _deploy(settings)
             with console.status("starting"):
                 _wait_until_running(settings, console)
             console.print(_summary(settings, model_path))
-            _wait_for_signal()
-            console.print("stopping")
+            threading.Event().wait()
         finally:
-            serve.shutdown()
+            stop = serve.shutdown if settings.ray_address is None else _delete_application
+            within(settings.drain_timeout_s + _SHUTDOWN_SLACK_S, stop, "Serve's shutdown")
 
 
 @contextmanager
-def _ray(settings: ServeSettings) -> Iterator[None]:
-    """A Ray of our own, or a connection to the one at `ray_address`."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if settings.ray_address is None:
-        ray.init(address="local", include_dashboard=settings.dashboard, logging_level="WARNING")
-    else:
-        ray.init(address=settings.ray_address, logging_level="WARNING")
+def _stopped_by_signals(console: Console) -> Iterator[None]:
+    """SIGINT and SIGTERM end the body; while it winds up, more of them change nothing."""
+
+    def stop(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         yield
-    finally:
-        ray.shutdown()
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+def _deploy(settings: ServeSettings) -> None:
+    """Hand the application to Serve, without waiting for it."""
+    _check_resources(settings)
+    serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
+    target = serve.RunTarget(
+        build_application(settings),
+        name=APPLICATION,
+        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+    )
+    serve.run_many(
+        [target],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _delete_application() -> None:
+    serve.delete(APPLICATION)
 
 
 def _check_resources(settings: ServeSettings) -> None:
@@ -136,7 +148,8 @@ def _why(application: Any) -> str:  # noqa: ANN401 - ray has no types
 
 def _summary(settings: ServeSettings, model_path: str) -> Table:
     """What runs, in one table."""
-    url = f"http://{settings.host}:{settings.port}"
+    host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
+    url = f"http://{host}:{settings.port}"
     with urllib.request.urlopen(f"{url}/plan", timeout=10.0) as reply:
         plan = json.load(reply)
     layout = plan["layout"]
@@ -165,11 +178,3 @@ def _summary(settings: ServeSettings, model_path: str) -> Table:
     table.add_row("API", f"{url}/v1")
     table.add_row("operations", f"{url}/health  /ready  /plan  /metrics")
     return table
-
-
-def _wait_for_signal() -> None:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
-    sys.stderr.flush()

@@ -40,6 +40,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.is_hanging = False
         self.answers_ready = True
+        self.num_cancelled_probes = 0
         self.reset()
 
     def reset(self) -> None:
@@ -91,7 +92,11 @@ class ScriptedEngine:
 
     async def is_ready(self) -> bool:
         if self.is_hanging:
-            await asyncio.sleep(60)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.num_cancelled_probes += 1
+                raise
         return self.answers_ready
 
     async def is_healthy(self) -> bool:

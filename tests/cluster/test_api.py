@@ -1,5 +1,6 @@
 """The HTTP surface as clients meet it: a real server, the official client, a scripted engine."""
 
+import asyncio
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.cluster.api.transport import EventStream
 from plait.cluster.errors import OverloadedError, ReplicaError
 from plait.cluster.request import TokenChunk
 from plait.cluster.tokenizer import Tokenizer
@@ -583,6 +585,47 @@ def test_tokens_are_sent_as_they_come(base, engine):
     assert times[2] - times[1] > 0.2
 
 
+def test_choices_that_send_at_once_wait_for_the_status():
+    sent = []
+
+    async def slow_send(message):
+        if message["type"] == "http.response.start":
+            await asyncio.sleep(0.01)
+        sent.append(message)
+
+    async def produce(send_events):
+        await asyncio.gather(send_events([{"a": 1}]), send_events([{"b": 2}]))
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    asyncio.run(EventStream(produce)({"type": "http"}, receive, slow_send))
+    assert [message["type"].split(".")[-1] for message in sent] == ["start"] + ["body"] * 4
+    assert [message.get("body") for message in sent[1:4]] == [
+        b'data: {"a":1}\n\n', b'data: {"b":2}\n\n', b"data: [DONE]\n\n",
+    ]  # fmt: skip
+
+
+def test_servers_that_fail_to_send_count_as_clients_that_hung_up():
+    produced = []
+
+    async def broken_send(message):
+        if produced:
+            raise OSError("gone")
+
+    async def produce(send_events):
+        await send_events([{"a": 1}])
+        produced.append(1)
+        await send_events([{"b": 2}])
+        produced.append(2)
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    asyncio.run(EventStream(produce)({"type": "http"}, receive, broken_send))
+    assert produced == [1]
+
+
 # --- models, probes, keys
 
 
@@ -615,6 +658,7 @@ def test_probes_say_no_in_time(how, path):
         assert time.monotonic() - start < 1
     assert answer.status_code == 503
     assert answer.json()["status"] in ("unhealthy", "not ready")
+    assert engine.num_cancelled_probes == (how == "hang")
 
 
 async def failing():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -127,9 +129,22 @@ def test_bodies_are_limited(http):
     check_works(http)
 
 
-def test_a_large_body_is_served_without_the_event_loop(http):
-    body = json.dumps(GOOD | {"user": "x" * 100_000}).encode()
-    assert http.post(COMPLETIONS, content=body).status_code == 200
+def test_a_long_text_does_not_keep_other_requests_waiting():
+    body = {"model": MODEL.name, "prompt": "hello world " * 60_000}
+    with (
+        serve(ScriptedEngine(), probe_timeout_s=5) as base,
+        httpx.Client(base_url=base, timeout=60, trust_env=False) as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        start, waits = time.monotonic(), []
+        long = pool.submit(http.post, COMPLETIONS, json=body)
+        while not long.done():
+            before = time.monotonic()
+            assert http.get("/health").status_code == 200
+            waits.append(time.monotonic() - before)
+        took = time.monotonic() - start
+        check_error(long.result(), 400, "prompt", code="context_length_exceeded")
+    assert max(waits) < took / 2
 
 
 def test_long_values_are_not_sent_back_whole(http):
