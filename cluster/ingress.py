@@ -37,6 +37,7 @@ from plait.cluster.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 _STATUS_PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
+_SILENCE_LIMIT_S = 5.0  # without a token, while the replicas cannot be asked
 _RETRY_PAUSE_S = 0.2
 _LATE_TOKENS_S = 5.0  # how long tokens may lag behind the end of their call
 
@@ -113,9 +114,12 @@ class ReplicaEngine:
         response = self._replicas.status.remote()
         try:
             reply = await asyncio.wait_for(_outcome(response), _STATUS_TIMEOUT_S)
-        except (TimeoutError, ReplicaError, OverloadedError):
-            response.cancel()
+        except ReplicaError:
             return None
+        except (TimeoutError, OverloadedError):
+            _cancel(response)
+            # Full queues hold this question up too; while tokens come, all is well.
+            return self._status if self._receiver.silence_s < _SILENCE_LIMIT_S else None
         status = msgspec.msgpack.decode(reply, type=ReplicaStatus)
         return status if status.is_healthy else None
 
@@ -175,7 +179,7 @@ class _Call:
                 return chunk
 
     def cancel(self) -> None:
-        self._response.cancel()
+        _cancel(self._response)
 
     async def wait(self) -> None:
         """Until the call has ended, however it does."""
@@ -195,6 +199,12 @@ class _Call:
                 raise ReplicaError("the call ended, but its last tokens did not come") from exc
         finally:
             getter.cancel()
+
+
+def _cancel(response: "DeploymentResponse[bytes]") -> None:
+    """Cancel a call; one that never reached a replica raises here why, which is known already."""
+    with contextlib.suppress(RayError, RayServeException):
+        response.cancel()
 
 
 async def _outcome(response: "DeploymentResponse[bytes]") -> bytes:

@@ -9,6 +9,7 @@ import hmac
 import logging
 import secrets
 import struct
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -48,6 +49,12 @@ class TokenReceiver:
         self._secret = secrets.token_urlsafe(32)
         self._queues: dict[str, asyncio.Queue[TokenChunk]] = {}
         self._server: asyncio.Server | None = None
+        self._last_frame_s = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last tokens came, of whatever replica."""
+        return time.monotonic() - self._last_frame_s
 
     async def start(self, host: str) -> Address:
         """Listen on `host`, on a free port."""
@@ -73,7 +80,9 @@ class TokenReceiver:
                 return
             replica = hello.replica
             while True:
-                for chunk in _chunks_decoder.decode(await _read_frame(reader)):
+                chunks = _chunks_decoder.decode(await _read_frame(reader))
+                self._last_frame_s = time.monotonic()
+                for chunk in chunks:
                     queue = self._queues.get(chunk.request_id)
                     if queue is not None:
                         queue.put_nowait(chunk)

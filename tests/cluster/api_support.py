@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
 
 from plait.cluster.api.app import build_app
@@ -20,6 +22,11 @@ DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MODEL = ModelInfo(
     name="org/demo", max_model_len=64, max_request_tokens=1000, created=1700000000, vocab_size=None
 )
+
+NAME = MODEL.name
+TURN = {"role": "user", "content": "Hi"}
+REPLY = "Dobrý večer 😀 水"
+TOKENIZER = Tokenizer(DEMO_MODEL)
 
 # A number is a pause in seconds, an exception is raised, ids come out together.
 Step = Sequence[int] | float | Exception
@@ -112,7 +119,7 @@ class ScriptedEngine:
 @contextlib.contextmanager
 def serve(engine: ScriptedEngine, **options: Any) -> Iterator[str]:
     """The base address of a server on this machine, for as long as the context lasts."""
-    app = build_app(engine, Tokenizer(DEMO_MODEL), MODEL, **options)
+    app = build_app(engine, TOKENIZER, MODEL, **options)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
@@ -137,3 +144,39 @@ def pieces(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
         start += sizes[turn % len(sizes)]
         turn += 1
     return cut
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def says(text: str, sizes: Sequence[int] = (1,)) -> Script:
+    return lambda spec: pieces(encode(text), sizes)
+
+
+def events(response: httpx.Response) -> tuple[list[Any], bool]:
+    """The events of a stream; every one must be strict JSON, and the last [DONE] or an error."""
+    parts = response.text.split("\n\n")
+    assert parts[-1] == ""
+    assert all(part.startswith("data: ") for part in parts[:-1])
+    data = [part.removeprefix("data: ") for part in parts[:-1]]
+    if data[-1] != "[DONE]":
+        assert "error" in json.loads(data[-1])
+    return [strict(part) for part in data if part != "[DONE]"], data[-1] == "[DONE]"
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def reached(condition: Callable[[], bool], limit_s: float = 1.0) -> bool:
+    """Whether something comes true in time."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False

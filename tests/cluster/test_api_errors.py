@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster.api.app import build_app
-from plait.cluster.tokenizer import Tokenizer
-from tests.cluster.api_support import DEMO_MODEL, MODEL, ScriptedEngine, serve
+from tests.cluster.api_support import MODEL, TOKENIZER, TURN, ScriptedEngine, serve
 from tests.cluster.malformed import CHAT, COMPLETIONS, malformed_requests
 
 CASES = malformed_requests(model=MODEL.name, context=MODEL.max_model_len, vocab_size=1024)
 GOOD = {"model": MODEL.name, "prompt": "a"}
-TURN = {"role": "user", "content": "a"}
 ENGINE = ScriptedEngine()
 
 
@@ -101,12 +99,12 @@ def test_a_request_that_just_fits_is_served(http):
 
 def test_a_request_that_the_cache_cannot_hold_is_told_its_limit():
     small = dataclasses.replace(MODEL, max_request_tokens=20, vocab_size=900)
-    client = TestClient(build_app(ENGINE, Tokenizer(DEMO_MODEL), small))
+    client = TestClient(build_app(ENGINE, TOKENIZER, small))
     ENGINE.reset()
     answer = client.post(COMPLETIONS, json=GOOD | {"prompt": [9] * 15, "max_tokens": 6})
     message = check_error(answer, 400, "max_tokens", code="context_length_exceeded")
     assert "the cache of this server holds at most 20 tokens per request" in message
-    body = {"model": MODEL.name, "messages": [TURN]}
+    body = {"model": MODEL.name, "messages": [{"role": "user", "content": "a"}]}
     assert client.post(CHAT, json=body).status_code == 200
     spec = ENGINE.started[0]
     assert len(spec.prompt_token_ids) + spec.max_tokens == 20

@@ -207,7 +207,7 @@ class AnySchedule(RuleBasedStateMachine):
         num_pages=st.integers(4, 14),
         num_seats=st.integers(1, 5),
         budget=st.sampled_from([1, 3, 7, 8, 13, 32]),
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([1, 2, 3]),
         debug_poison=st.booleans(),
     )
     def start(self, **options):
@@ -275,7 +275,7 @@ def load(sim, count=12):
         sim.add([(i * 5 + j) % VOCAB_SIZE for j in range(length)], max_tokens=1 + i % 9)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_a_pool_too_small_for_all_gives_the_same_tokens(layout, depth):
     sim = Simulation(layout, num_pages=8, depth=depth)
@@ -526,6 +526,19 @@ def test_a_preempted_request_starts_over_and_loses_nothing(depth):
     sim.drain()
     assert sim.clients[second].num_seated > 1
     assert sim.clients[first].num_seated == 1
+
+
+def test_a_preempted_request_comes_before_those_that_never_ran():
+    sim = Simulation("hybrid", num_pages=6)
+    second = [sim.add([i] * 4, max_tokens=28) for i in (1, 2)][1]
+    sim.step()
+    third = sim.add([3] * 30, max_tokens=5)
+    order = []
+    while sim.live:
+        sim.step()
+        names = {client.spec.seed: name for name, client in sim.clients.items()}
+        order += [names[new.sampling.seed] for new in sim.steps[-1].input.new]
+    assert order == [second, third]
 
 
 def test_an_abort_of_nobody_says_so():

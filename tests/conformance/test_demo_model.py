@@ -1,4 +1,4 @@
-"""The demo model through `LLM` gives the tokens of transformers, and its cache the planned bytes."""
+"""The demo model through `LLM`: the tokens of transformers, and the cache bytes of the plan."""
 
 import random
 

@@ -206,7 +206,8 @@ def test_flood_gets_503_and_never_hangs(server):
     refused = [answer for answer in answers if answer.status == 503]
     served = [answer for answer in answers if answer.status == 200]
     print(f"{len(served)} served, {len(refused)} refused in {took_s:.1f} s")
-    assert len(served) + len(refused) == num_clients
+    others = [answer for answer in answers if answer.status not in (200, 503)]
+    assert others == []
     assert len(served) >= MAX_NUM_SEQS + MAX_QUEUED
     assert len(refused) >= num_clients // 3
     for answer in refused:

@@ -111,16 +111,13 @@ class Server:
         found = int(port[1]) if port and int(port[1]) else ports.pop()
         reply = subprocess.run(
             [sys.executable, "-c", _RAY_STATE, f"127.0.0.1:{found}"],
-            env=self.environment(),
+            env=environment(self.folder) | {"RAY_AUTH_MODE": "token"},
             capture_output=True,
             timeout=60,
             check=False,
         )
         assert reply.returncode == 0, reply.stderr.decode()
         return json.loads(reply.stdout.splitlines()[-1])
-
-    def environment(self) -> dict[str, str]:
-        return environment(self.folder)
 
     def stop(self) -> int:
         """End it as `kill` does; its exit status."""
