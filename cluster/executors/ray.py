@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import tempfile
 import threading
@@ -17,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from plait.cluster.executors.base import ChannelExecutor
 from plait.cluster.executors.process import default_threads, rank_environment
+from plait.worker import protocol
 from plait.worker.channel import Channel
 from plait.worker.errors import RankError
 
@@ -29,8 +31,9 @@ RANK_CPUS = 0.1
 class RankActor:
     """One rank. `run` is its step loop and only returns when the rank has ended."""
 
-    def node_id(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+    def place(self) -> tuple[str, int]:
+        """The node that this rank runs on, and its process there."""
+        return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
     def run(self, *, address: str, secret: str, rank: int, options: dict[str, Any]) -> None:
         """Dial the controller at `address` and answer it until the channel closes."""
@@ -70,9 +73,10 @@ class RayExecutor(ChannelExecutor):
             .remote()
             for rank in range(size)
         ]
-        nodes = ray.get([actor.node_id.remote() for actor in self._actors], timeout=load_timeout_s)
+        places = ray.get([actor.place.remote() for actor in self._actors], timeout=load_timeout_s)
         here = ray.get_runtime_context().get_node_id()
-        is_local = all(node == here for node in nodes)
+        self._local_pids = [pid for node, pid in places if node == here]
+        is_local = len(self._local_pids) == size
         host = ray.util.get_node_ip_address()
         listener, address = _listen(Path(self._folder.name), host, is_local=is_local)
         rendezvous = (
@@ -109,10 +113,20 @@ class RayExecutor(ChannelExecutor):
 
         threading.Thread(target=wait, name="rank-watcher", daemon=True).start()
 
+    def allocate(self, request: protocol.Allocate) -> list[protocol.Ready]:
+        replies = super().allocate(request)
+        self._folder.cleanup()  # every rank is connected: a crash must not leave sockets behind
+        return replies
+
     def kill(self) -> None:
+        """End the ranks; Ray asks them to, which one that is stopped would never hear."""
         for actor in self._actors:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor, no_restart=True)
+        for pid in self._local_pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._local_pids = []
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -75,9 +75,7 @@ class Simulation:
     def add(self, prompt, *, max_tokens=5, stop=(), min_tokens=0, sent=0):
         """A request, `sent` of whose tokens an earlier attempt has delivered already."""
         seed = len(self.clients) + 1
-        drawn = continuation(
-            prompt, seed=seed, count=max_tokens, stop=stop, min_tokens=min_tokens
-        )
+        drawn = continuation(prompt, seed=seed, count=max_tokens, stop=stop, min_tokens=min_tokens)
         sent = min(sent, max(0, len(drawn) - 1))
         spec = RequestSpec(
             request_id=f"r{seed}",

@@ -1,6 +1,5 @@
 """A rank that dies or hangs, and more clients than there is room for."""
 
-import asyncio
 import json
 import os
 import signal
@@ -11,9 +10,10 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from plait_testing.load import Answer, Ask, events, run_load, take
+from plait_testing.load import Ask, run_load
 from plait_testing.processes import is_alive, poll
 from plait_testing.server import INGRESS, RANK, REPLICA, Server, started
+from plait_testing.streams import Streams
 
 pytestmark = pytest.mark.ray
 
@@ -101,45 +101,15 @@ class Watch:
             self.health.append((start, self.server.status("/health")))
 
 
-class Streams:
-    """Streams that run in a thread of their own until they end."""
-
-    def __init__(self, server: Server, count: int) -> None:
-        self.answers = [Answer() for _ in range(count)]
-        self._server = server
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._thread.start()
-
-    def all_draw(self, least: int) -> bool:
-        return all(len(answer.tokens) >= least for answer in self.answers)
-
-    def have_ended(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    async def _run(self) -> None:
-        async with httpx.AsyncClient(
-            base_url=self._server.url, headers=self._server.headers, timeout=90.0
-        ) as http:
-            await asyncio.gather(*(self._read(http, answer) for answer in self.answers))
-
-    async def _read(self, http: httpx.AsyncClient, answer: Answer) -> None:
-        async with http.stream("POST", "/v1/completions", json=LONG) as reply:
-            answer.status = reply.status_code
-            async for event in events(reply):
-                take(answer, event)
-
-
 def check_replacement(server: Server, harm: signal.Signals, *, notice_s: float) -> None:
     """Do harm to a rank: the copy is replaced and clients are told, within `notice_s` of it."""
     old = {*server.titled(RANK), *server.titled(REPLICA)}
     assert len(old) == 3
-    groups = server.ray_state()
-    assert list(groups) == ["CREATED"]
+    assert len(server.ray_state()["CREATED"]) == 1
     (ingress,) = server.titled(INGRESS)
-    num_sockets = len(ingress.net_connections(kind="all"))
-    streams = Streams(server, NUM_STREAMS)
+    streams = Streams(server, NUM_STREAMS, LONG)
     assert poll(lambda: streams.all_draw(5), timeout_s=30.0)
+    num_sockets = len(ingress.net_connections(kind="all"))
 
     with Watch(server) as watch:
         harmed_s = time.monotonic()
@@ -179,7 +149,7 @@ def check_replacement(server: Server, harm: signal.Signals, *, notice_s: float) 
     ]
     assert len(server.titled(RANK)) == 2
     assert len(server.titled(REPLICA)) == 1
-    assert len(server.own_folders()) <= 1
+    assert server.own_folders() == []
     poll(lambda: len(ingress.net_connections(kind="all")) <= num_sockets, timeout_s=15.0)
     assert len(ingress.net_connections(kind="all")) <= num_sockets
     after = server.ray_state()

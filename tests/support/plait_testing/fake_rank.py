@@ -133,9 +133,7 @@ class FakeRank:
         return StepOutput(
             step=step.step,
             token_ids=tuple(seat.last_token for seat, _ in sampled),
-            finite=tuple(
-                seat.new.sampling.seed not in self.broken_seeds for seat, _ in sampled
-            ),
+            finite=tuple(seat.new.sampling.seed not in self.broken_seeds for seat, _ in sampled),
         )
 
     def row_seats(self, step: StepInput) -> list[int]:
