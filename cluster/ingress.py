@@ -13,14 +13,15 @@ import msgspec
 import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, TaskCancelledError
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
     RayServeException,
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
-from starlette.types import ASGIApp
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait.cluster.api.app import build_app
 from plait.cluster.api.engine import ModelInfo
@@ -183,7 +184,7 @@ class _Call:
 
     async def wait(self) -> None:
         """Until the call has ended, however it does."""
-        with contextlib.suppress(ReplicaError, OverloadedError, RequestError):
+        with contextlib.suppress(ReplicaError, OverloadedError, RequestError, ClientDisconnect):
             await self._ended
 
     async def _next(self, queue: "asyncio.Queue[TokenChunk]") -> TokenChunk:
@@ -212,6 +213,7 @@ async def _outcome(response: "DeploymentResponse[bytes]") -> bytes:
 
     Raises:
         RequestError: the replica refused the request.
+        ClientDisconnect: nobody waits for the answer any more.
         OverloadedError: Serve's queue is full.
         ReplicaError: the replica failed or is gone.
     """
@@ -224,10 +226,10 @@ async def _outcome(response: "DeploymentResponse[bytes]") -> bytes:
         raise OverloadedError("the queue is full") from exc
     except DeploymentUnavailableError as exc:
         raise OverloadedError("no model copy is ready") from exc
-    except asyncio.CancelledError as exc:
+    except (TaskCancelledError, asyncio.CancelledError) as exc:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        raise ReplicaError("the call was cancelled") from exc
+        raise ClientDisconnect from exc  # Serve cancels the calls of a request that is given up
     except ReplicaError as exc:
         raise ReplicaError(str(getattr(exc, "cause", exc))) from exc
     except (RayError, RayServeException) as exc:
@@ -284,7 +286,23 @@ class Ingress:
             api_key=settings.api_key,
             default_seed=settings.seed,
         )
-        return MeasuredApp(app, self._metrics)
+        return MeasuredApp(_HangUps(app), self._metrics)
+
+
+class _HangUps:
+    """An ASGI application that hears of a client's end by a message, where Serve raises."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def heard() -> Message:
+            try:
+                return await receive()
+            except TaskCancelledError:
+                return {"type": "http.disconnect"}
+
+        await self._app(scope, heard, send)
 
 
 def served_name(settings: ServeSettings, model_path: str) -> str:

@@ -147,6 +147,10 @@ class LLM:
         self.close()
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> "_Run":
+        if not isinstance(prompt, Sequence):
+            raise ParameterError("prompt", f"must be a text or a list of token ids, not {prompt!r}")
+        if not isinstance(params, SamplingParams):
+            raise ParameterError("sampling_params", f"must be SamplingParams, not {params!r}")
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         vocab_size = self.model.spec.vocab_size
         if not ids:
@@ -274,7 +278,7 @@ def _create_executor(
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, as text or ids, or a list of prompts."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
@@ -289,6 +293,8 @@ def _as_params(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence):
+        raise ParameterError("sampling_params", f"must be SamplingParams, not {params!r}")
     if len(params) != count:
         raise ParameterError("sampling_params", f"{len(params)} for {count} prompts")
     return list(params)

@@ -4,7 +4,6 @@
 and the tokens so far, any replica can carry the request on.
 """
 
-import math
 import secrets
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +15,7 @@ from plait.cluster.errors import ParameterError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
+_MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class SamplingParams:
         self._number("top_p", low=0.0, high=1.0, above=True)
         self._number("min_p", low=0.0, high=1.0)
         self._integer("n", low=1, high=128)
-        self._integer("top_k", low=-1)
+        self._integer("top_k", low=-1, high=_MAX_ID)
         self._integer("min_tokens", low=0)
         self._integer("max_tokens", low=1, optional=True)
         self._integer("seed", low=-_MAX_SEED - 1, high=_MAX_SEED, optional=True)
@@ -66,10 +66,15 @@ class SamplingParams:
             raise ParameterError(
                 "min_tokens", f"{self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
-        if any(not isinstance(text, str) or not text for text in self.stop_texts):
+        if not isinstance(self.stop, str | list | tuple | None) or any(
+            not isinstance(text, str) or not text for text in self.stop_texts
+        ):
             raise ParameterError("stop", "must be a non-empty text or a list of them")
+        if not isinstance(self.stop_token_ids, list | tuple | None):
+            raise ParameterError("stop_token_ids", "must be a list of token ids")
         for token in self.stop_token_ids or ():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            if not is_id or not 0 <= token <= _MAX_ID:
                 raise ParameterError("stop_token_ids", f"{token!r} is not a token id")
 
     @property
@@ -82,7 +87,7 @@ class SamplingParams:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ParameterError(name, f"must be a number, not {value!r}")
-        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        if not low <= value <= high or (above and value == low):  # neither holds for NaN
             bracket = "(" if above else "["
             raise ParameterError(name, f"must lie in {bracket}{low:g}, {high:g}], not {value!r}")
 

@@ -7,6 +7,7 @@ Frames are length-prefixed msgpack. A slow ingress loses its requests; it never 
 import asyncio
 import hmac
 import logging
+import math
 import secrets
 import struct
 import time
@@ -49,12 +50,13 @@ class TokenReceiver:
         self._secret = secrets.token_urlsafe(32)
         self._queues: dict[str, asyncio.Queue[TokenChunk]] = {}
         self._server: asyncio.Server | None = None
-        self._last_frame_s = time.monotonic()
+        self._num_connected = 0
+        self._last_frame_s = -math.inf
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last tokens came, of whatever replica."""
-        return time.monotonic() - self._last_frame_s
+        """Seconds since tokens came from any replica, infinite while none is connected."""
+        return time.monotonic() - self._last_frame_s if self._num_connected else math.inf
 
     async def start(self, host: str) -> Address:
         """Listen on `host`, on a free port."""
@@ -79,19 +81,25 @@ class TokenReceiver:
                 logger.warning("a connection for tokens came without the secret")
                 return
             replica = hello.replica
-            while True:
-                chunks = _chunks_decoder.decode(await _read_frame(reader))
-                self._last_frame_s = time.monotonic()
-                for chunk in chunks:
-                    queue = self._queues.get(chunk.request_id)
-                    if queue is not None:
-                        queue.put_nowait(chunk)
+            self._num_connected += 1
+            try:
+                while True:
+                    self._sort(_chunks_decoder.decode(await _read_frame(reader)))
+            finally:
+                self._num_connected -= 1
         except (asyncio.IncompleteReadError, ConnectionError):
             logger.info("token connection of %s closed", replica)
         except msgspec.DecodeError as exc:
             logger.warning("token connection of %s dropped: %s", replica, exc)
         finally:
             writer.close()
+
+    def _sort(self, chunks: list[TokenChunk]) -> None:
+        self._last_frame_s = time.monotonic()
+        for chunk in chunks:
+            queue = self._queues.get(chunk.request_id)
+            if queue is not None:
+                queue.put_nowait(chunk)
 
 
 class TokenSender:

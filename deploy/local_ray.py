@@ -27,11 +27,11 @@ def ray_session(address: str | None, *, dashboard: bool) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Every process that Ray starts inherits this, and is found by it.
     mark = os.environ[_MARK] = uuid.uuid4().hex
-    if address is None:
-        ray.init(address="local", include_dashboard=dashboard, logging_level="WARNING")
-    else:
-        ray.init(address=address, logging_level="WARNING")
     try:
+        if address is None:
+            ray.init(address="local", include_dashboard=dashboard, logging_level="WARNING")
+        else:
+            ray.init(address=address, logging_level="WARNING")
         yield
     finally:
         within(_SHUTDOWN_LIMIT_S, ray.shutdown, "Ray's shutdown")

@@ -1,7 +1,10 @@
 """`plait serve`: a local Ray or one that is there, the application, a table when it is ready."""
 
+import contextlib
 import json
+import re
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -12,6 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +34,7 @@ APPLICATION = "plait"
 _POLL_S = 0.2
 _PENDING_LIMIT_S = 30.0
 _SHUTDOWN_SLACK_S = 10.0
+_OUR_ERROR = re.compile(r"^\s*plait\.[\w.]+: ", re.MULTILINE)
 
 
 class ServerError(PlaitError):
@@ -45,9 +50,11 @@ def run_server(settings: ServeSettings) -> None:
     console = Console(stderr=True)
     model_path = str(settings.model or demo_model_path())
     check_tp_size(load_spec(model_path), settings.tensor_parallel_size)
+    if settings.ray_address is None:
+        _check_port(settings)
     session = ray_session(settings.ray_address, dashboard=settings.dashboard)
-    # Ray has signal handlers of its own: ours come after it.
-    with session, _stopped_by_signals(console):
+    # Ray has signal handlers of its own: ours come before it and after it.
+    with _stopped_by_signals(console), session, _stopped_by_signals(console):
         try:
             _deploy(settings)
             with console.status("starting"):
@@ -55,8 +62,9 @@ def run_server(settings: ServeSettings) -> None:
             console.print(_summary(settings, model_path))
             threading.Event().wait()
         finally:
-            stop = serve.shutdown if settings.ray_address is None else _delete_application
-            within(settings.drain_timeout_s + _SHUTDOWN_SLACK_S, stop, "Serve's shutdown")
+            within(settings.drain_timeout_s + _SHUTDOWN_SLACK_S, _delete, "the drain")
+            if settings.ray_address is None:
+                within(_SHUTDOWN_SLACK_S, serve.shutdown, "Serve's shutdown")
 
 
 @contextmanager
@@ -92,8 +100,22 @@ def _deploy(settings: ServeSettings) -> None:
     )
 
 
-def _delete_application() -> None:
-    serve.delete(APPLICATION)
+def _delete() -> None:
+    """Take the application away once its running requests have ended; shutdown would cut them."""
+    with contextlib.suppress(RayServeException):  # Serve has not come up
+        serve.delete(APPLICATION)
+
+
+def _check_port(settings: ServeSettings) -> None:
+    """Refuse a port that cannot be listened on before anything is started."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        socket.create_server((settings.host, settings.port), family=family).close()
+    except OSError as exc:
+        raise ServerError(
+            f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}; "
+            "choose another --host or --port"
+        ) from exc
 
 
 def _check_resources(settings: ServeSettings) -> None:
@@ -142,8 +164,11 @@ def _pending_groups() -> int:
 
 
 def _why(application: Any) -> str:  # noqa: ANN401 - ray has no types
+    """What Serve says; of a chain of tracebacks only the error of ours at its end."""
     messages = [d.message for d in application.deployments.values() if d.message]
-    return "\n".join([application.message, *messages]).strip()
+    text = "\n".join([application.message, *messages]).strip()
+    ours = list(_OUR_ERROR.finditer(text))
+    return text[ours[-1].end() :] if ours else text
 
 
 def _summary(settings: ServeSettings, model_path: str) -> Table:

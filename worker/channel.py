@@ -21,16 +21,22 @@ class Channel:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, *, timeout_s: float | None = None) -> None:
         """Send one message.
 
         Raises:
             ChannelClosed: the peer is gone.
+            RankError: the peer did not take all of it within `timeout_s`.
         """
+        self._set_timeout(timeout_s)
         try:
             self._sock.sendall(_HEADER.pack(len(data)) + data)
+        except TimeoutError as exc:
+            raise RankError(f"{self.peer} took no message within {timeout_s:g} s") from exc
         except OSError as exc:
             raise ChannelClosed(f"{self.peer} is gone: {exc}") from exc
+        finally:
+            self._set_timeout(None)
 
     def receive(self, *, timeout_s: float | None = None) -> bytes:
         """Wait for one message.
@@ -39,7 +45,7 @@ class Channel:
             ChannelClosed: the peer is gone.
             RankError: nothing came within `timeout_s`.
         """
-        self._sock.settimeout(timeout_s)
+        self._set_timeout(timeout_s)
         try:
             (size,) = _HEADER.unpack(self._read(_HEADER.size))
             return bytes(self._read(size))
@@ -48,14 +54,17 @@ class Channel:
         except OSError as exc:
             raise ChannelClosed(f"{self.peer} is gone: {exc}") from exc
         finally:
-            if self._sock.fileno() >= 0:
-                self._sock.settimeout(None)
+            self._set_timeout(None)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def close(self) -> None:
         self._sock.close()
+
+    def _set_timeout(self, timeout_s: float | None) -> None:
+        if self._sock.fileno() >= 0:
+            self._sock.settimeout(timeout_s)
 
     def _read(self, size: int) -> bytearray:
         buffer = bytearray(size)

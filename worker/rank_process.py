@@ -1,12 +1,12 @@
 """The loop of a rank: messages in, messages out, over one channel."""
 
 import argparse
-import ctypes
 import logging
-import signal
+import os
+import select
 import socket
+import threading
 import traceback
-from pathlib import Path
 
 import torch
 
@@ -16,7 +16,6 @@ from plait.worker.collectives import TensorParallel
 from plait.worker.rank import Rank
 
 logger = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(rank: Rank, channel: Channel) -> None:
@@ -63,8 +62,9 @@ def main() -> None:
     parser.add_argument("--rendezvous", required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
     options = parser.parse_args()
-    _die_with_parent()
-    channel = Channel(socket.socket(fileno=options.fd), peer="the controller")
+    sock = socket.socket(fileno=options.fd)
+    _die_with_controller(sock)
+    channel = Channel(sock, peer="the controller")
     run(
         channel,
         rank=options.rank,
@@ -94,10 +94,20 @@ def run(
         channel.close()
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the process that started it dies, however it dies."""
-    if Path("/proc/self").exists():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _die_with_controller(sock: socket.socket) -> None:
+    """End this process as soon as the controller is gone, wherever this rank is stuck.
+
+    The kernel closes the other end of `sock` however the controller ends. Its parent-death signal
+    would also come when only the thread that started this rank ends.
+    """
+    poller = select.poll()
+    poller.register(sock, 0)  # nothing but that the other end is closed
+
+    def wait() -> None:
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="controller-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class ChannelExecutor(Executor):
         """End the rank processes at once, without asking."""
 
     def describe_exit(self, rank: int) -> str:
-        """What is known about how a rank ended, to be added to an error."""
+        """What is known about how a rank that closed its channel ended, to be added to an error."""
         return ""
 
     def load(self, request: protocol.Load) -> list[protocol.Loaded]:
@@ -77,7 +77,7 @@ class ChannelExecutor(Executor):
         return [_expect(reply, protocol.Ready) for reply in replies]
 
     def submit(self, step: protocol.StepInput) -> None:
-        self._send(protocol.encode(step))
+        self._send(protocol.encode(step), self._step_timeout_s)
 
     def collect(self) -> protocol.StepOutput:
         outputs = [
@@ -96,8 +96,8 @@ class ChannelExecutor(Executor):
     def shutdown(self) -> None:
         for channel in self._channels:
             try:
-                channel.send(protocol.encode(protocol.Shutdown()))
-            except ChannelClosed:
+                channel.send(protocol.encode(protocol.Shutdown()), timeout_s=1.0)
+            except RankError:
                 continue
             finally:
                 channel.close()
@@ -105,14 +105,14 @@ class ChannelExecutor(Executor):
         self.kill()
 
     def _ask(self, data: bytes, timeout_s: float) -> list[protocol.Reply]:
-        self._send(data)
+        self._send(data, timeout_s)
         return self._gather(timeout_s)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, timeout_s: float) -> None:
         for rank, channel in enumerate(self._channels):
             try:
-                channel.send(data)
-            except ChannelClosed as exc:
+                channel.send(data, timeout_s=timeout_s)
+            except RankError as exc:
                 self._fail(rank, exc)
 
     def _gather(self, timeout_s: float) -> list[protocol.Reply]:
@@ -128,7 +128,8 @@ class ChannelExecutor(Executor):
                 events = selector.select(max(0.0, left))
                 if not events:
                     silent = sorted(set(range(len(self._channels))) - replies.keys())
-                    self._fail(silent[0], RankError(f"no answer within {timeout_s:g} s"))
+                    message = f"rank {silent[0]} did not answer within {timeout_s:g} s"
+                    self._fail(silent[0], RankError(message))
                 for key, _ in events:
                     rank, channel = key.data
                     reply = self._receive(rank, channel, max(left, 1.0), failures)
@@ -154,14 +155,17 @@ class ChannelExecutor(Executor):
     ) -> protocol.Reply:
         try:
             return protocol.decode_reply(channel.receive(timeout_s=timeout_s))
+        except ChannelClosed as exc:
+            self._fail(rank, exc)  # what others failed with is only that they missed this rank
         except RankError as exc:
             if failures:
                 self._raise(*failures[0], all_answered=False)
             self._fail(rank, exc)
 
     def _fail(self, rank: int, exc: Exception) -> NoReturn:
+        end = self.describe_exit(rank) if isinstance(exc, ChannelClosed) else ""
         self.kill()
-        raise RankError(f"rank {rank}: {exc}{self.describe_exit(rank)}") from exc
+        raise RankError(f"{exc}{end}") from exc
 
     def _raise(self, rank: int, failure: protocol.Failure, *, all_answered: bool) -> NoReturn:
         """Raise a rank's error as its own type; ranks that are out of step are ended."""

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from plait.cluster.executors.base import ChannelExecutor
+from plait.worker import protocol
 from plait.worker.channel import Channel
 
 # Matrix products in bf16 keep what they prepared for each number of rows: 1024 of them, which take
@@ -76,9 +77,15 @@ class ProcessExecutor(ChannelExecutor):
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
+    def allocate(self, request: protocol.Allocate) -> list[protocol.Ready]:
+        replies = super().allocate(request)
+        self._folder.cleanup()  # every rank is connected: if this process is killed, nothing stays
+        return replies
+
     def describe_exit(self, rank: int) -> str:
-        code = self._processes[rank].poll()
-        if code is None:
+        try:
+            code = self._processes[rank].wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
             return ""
         return f" (exit code {code})" if code >= 0 else f" (killed by signal {-code})"
 

@@ -3,16 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from plait_testing.processes import adopt_orphans
 from plait_testing.server import Server, started
 
 # Fewer seats than clients, so that requests wait in the queue too.
 MAX_NUM_SEQS = 16
-
-
-@pytest.fixture(scope="session", autouse=True)
-def orphans_come_to_us() -> None:
-    adopt_orphans()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Starts that fail say why and leave nothing behind; so does a stop."""
 
-import os
 import shutil
 import signal
 import socket
@@ -9,6 +8,7 @@ import time
 import pytest
 from plait_testing.processes import poll
 from plait_testing.server import Server, launched, started
+from plait_testing.streams import Streams
 
 from plait.deploy.demo import demo_model_path
 
@@ -20,7 +20,7 @@ WITH_RAY_S = 60.0
 
 
 def check_failure(server: Server, *, within_s: float, says: tuple[str, ...]) -> None:
-    """The start ends with a message, no traceback, and nothing is left of it."""
+    """The start ends with a message that is no traceback, and nothing is left of it."""
     start = time.monotonic()
 
     def has_ended() -> bool:
@@ -30,13 +30,14 @@ def check_failure(server: Server, *, within_s: float, says: tuple[str, ...]) -> 
     assert poll(has_ended, timeout_s=within_s), f"still runs:\n{server.log()}"
     print(f"failed after {time.monotonic() - start:.1f} s")
     assert server.process.returncode not in (0, None)
-    log = server.log()
+    _, _, message = server.log().rpartition("Error: ")
     for word in says:
-        assert word in log, log
+        assert word in message, server.log()
+    assert "Traceback" not in message
     assert server.left_behind() == []
 
 
-@pytest.mark.parametrize("kind", ["truncated", "header cut", "tensor missing"])
+@pytest.mark.parametrize("kind", ["truncated", "tensor missing"])
 def test_broken_weights(kind, tmp_path):
     model = tmp_path / "broken-model"
     shutil.copytree(demo_model_path(), model)
@@ -44,36 +45,34 @@ def test_broken_weights(kind, tmp_path):
     data = weights.read_bytes()
     if kind == "truncated":
         weights.write_bytes(data[: len(data) // 2])
-    elif kind == "header cut":
-        weights.write_bytes(data[:100])
     else:
         weights.write_bytes(data.replace(b"model.norm.weight", b"model.form.weight", 1))
-    says = "model.norm.weight" if kind == "tensor missing" else "model.safetensors"
+    says = "model.form.weight" if kind == "tensor missing" else "model.safetensors"
     with launched(str(model), **TWO_RANKS) as server:
-        check_failure(server, within_s=WITH_RAY_S, says=("Error: ", says))
+        check_failure(server, within_s=WITH_RAY_S, says=(says,))
 
 
 @pytest.mark.parametrize("size", [3, 64])
 def test_tensor_parallel_size_that_the_model_cannot_have(size):
     with launched(tensor_parallel_size=size, device="cpu") as server:
-        check_failure(server, within_s=BEFORE_RAY_S, says=("Error: ", f"{size}", "1, 2"))
+        check_failure(server, within_s=BEFORE_RAY_S, says=(f"{size}", "1, 2"))
 
 
 def test_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with launched(port=port, **TWO_RANKS) as server:
-            check_failure(server, within_s=WITH_RAY_S, says=("Error: ", f"{port}", "in use"))
+            check_failure(server, within_s=WITH_RAY_S, says=(f"{port}", "in use"))
 
 
 def test_gpu_on_a_machine_without():
     with launched(tensor_parallel_size=2, device="cuda") as server:
-        check_failure(server, within_s=WITH_RAY_S, says=("Error: ", "cuda"))
+        check_failure(server, within_s=WITH_RAY_S, says=("need 2 GPU",))
 
 
 def test_no_such_model():
     with launched("/no/such/folder", **TWO_RANKS) as server:
-        check_failure(server, within_s=BEFORE_RAY_S, says=("Error: ", "/no/such/folder"))
+        check_failure(server, within_s=BEFORE_RAY_S, says=("/no/such/folder",))
 
 
 def test_flag_with_a_typing_error():
@@ -92,8 +91,6 @@ def test_stopped_while_it_starts(number):
 
 def test_graceful_stop_lets_requests_end():
     """SIGTERM with a request under way: it is served, the exit code is 0, nothing is left."""
-    from plait_testing.streams import Streams
-
     with started() as server:
         body = {"model": "demo_model", "prompt": "Once upon a time", "temperature": 0}
         streams = Streams(server, 2, body | {"stream": True, "ignore_eos": True, "max_tokens": 150})
@@ -102,13 +99,4 @@ def test_graceful_stop_lets_requests_end():
         assert streams.have_ended(10.0)
         assert [answer.error for answer in streams.answers] == [None, None]
         assert [answer.is_done for answer in streams.answers] == [True, True]
-        assert server.left_behind() == []
-
-
-def test_killed_server_takes_everything_with_it():
-    """kill -9 of `plait serve` itself."""
-    with started() as server:
-        server.processes()
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait(10.0)
         assert server.left_behind() == []

@@ -1,19 +1,11 @@
 """Finding processes of a server, and seeing that none is left."""
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
-
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant that loses its own: none escapes a look."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
@@ -25,9 +17,14 @@ def descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
     return {process for process in found if is_alive(process)}
 
 
-def children() -> set[psutil.Process]:
-    """What this process started, and what it adopted."""
-    return set(psutil.Process().children())
+def marked(variable: str, value: str) -> set[psutil.Process]:
+    """Every process with this in its environment or in its command line."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value or value in title(process):
+                found.add(process)
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -19,7 +19,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from plait_testing.processes import children, descendants, poll, title, titled
+from plait_testing.processes import descendants, marked, poll, title, titled
 
 START_LIMIT_S = 120.0  # a hang; how long a start may take is asserted where it matters
 STOP_LIMIT_S = 60.0
@@ -87,14 +87,13 @@ class Server:
         assert poll(is_up, timeout_s=timeout_s), f"not ready in {timeout_s} s:\n{self.log()}"
         self.ready_s = time.monotonic() - start
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self, *, timeout_s: float = 10.0) -> list[str]:
         """Processes that outlived this server, and sockets in its folder; looks for a while."""
-        others = {server.root for server in running}
 
         def left() -> set[psutil.Process]:
-            return descendants((children() - others) | self.seen)
+            return descendants(marked("TMPDIR", str(self.folder)) | self.seen)
 
-        poll(lambda: not left(), timeout_s=10.0)
+        poll(lambda: not left(), timeout_s=timeout_s)
         return [f"{process.pid} {title(process)}" for process in left()] + self.own_folders()
 
     def own_folders(self) -> list[str]:
@@ -133,7 +132,7 @@ class Server:
         self.processes()
         self.process.kill()
         self.process.wait()
-        for process in self.seen:
+        for process in marked("TMPDIR", str(self.folder)) | self.seen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -162,9 +161,6 @@ class Metrics:
                 key = sample.labels.get(label, "")
                 result[key] = result.get(key, 0.0) + sample.value
         return result
-
-
-running: list[Server] = []
 
 
 @contextlib.contextmanager
@@ -203,12 +199,10 @@ def launched(*flags: str, **options: str | int | float) -> Iterator[Server]:
         folder=folder,
         api_key=None if key is None else str(key),
     )
-    running.append(server)
     try:
         yield server
     finally:
         server.end()
-        running.remove(server)
         shutil.rmtree(folder, ignore_errors=True)
 
 
