@@ -5,6 +5,7 @@ send ever new ones; a known field that would change the reply and is not support
 unless it has the value that changes nothing.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -111,8 +112,9 @@ class GenerationBody(_Model):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
-        raise NotImplementedError
+        """How many of the likeliest tokens to show beside the drawn one; None shows neither."""
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """The checked parameters, for an output of at most `max_tokens`."""
