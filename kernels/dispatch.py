@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from plait.kernels.errors import BackendError
+from plait.kernels.native import NativeBuildError, NativeLibrary, unavailable
 
 BACKEND_VARIABLE: Final = "PLAIT_KERNEL_BACKEND"
 
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Backend:
     """One way to implement an op.
 
-    `module` lies in the op's folder; `min_capability` is the oldest CUDA device that runs it.
+    `module` lies in the op's folder; `min_capability` is the oldest CUDA device that runs it. A
+    module that wraps C code has a `library`.
     """
 
     name: str
@@ -40,22 +42,24 @@ class Backend:
 
 
 TORCH: Final = Backend(name="torch", module="torch_impl")
+NATIVE: Final = Backend(name="native", module="native")
 # Never preferred: it is the oracle of the tests, and has to be asked for by name.
 REFERENCE: Final = Backend(name="reference", module="reference")
 
-_TORCH_ONLY: Final[Mapping[str, tuple[Backend, ...]]] = {"cpu": (TORCH,), "cuda": (TORCH,)}
+_PORTABLE: Final[Mapping[str, tuple[Backend, ...]]] = {"cpu": (TORCH,), "cuda": (TORCH,)}
+_WITH_NATIVE: Final[Mapping[str, tuple[Backend, ...]]] = {"cpu": (NATIVE, TORCH), "cuda": (TORCH,)}
 
 # op -> device type -> backends, best first
 CANDIDATES: Final[Mapping[str, Mapping[str, tuple[Backend, ...]]]] = {
-    "causal_conv1d": _TORCH_ONLY,
-    "kv_write": _TORCH_ONLY,
-    "moe": _TORCH_ONLY,
-    "paged_attention": _TORCH_ONLY,
-    "rms_norm": _TORCH_ONLY,
-    "rms_norm_gated": _TORCH_ONLY,
-    "rotary": _TORCH_ONLY,
-    "selective_state_update": _TORCH_ONLY,
-    "ssd_scan": _TORCH_ONLY,
+    "causal_conv1d": _PORTABLE,
+    "kv_write": _PORTABLE,
+    "moe": _PORTABLE,
+    "paged_attention": _PORTABLE,
+    "rms_norm": _PORTABLE,
+    "rms_norm_gated": _PORTABLE,
+    "rotary": _PORTABLE,
+    "selective_state_update": _PORTABLE,
+    "ssd_scan": _PORTABLE,
 }
 
 
@@ -101,20 +105,48 @@ def _choose(op: str, device: torch.device) -> Backend:
             f"{op}: expected a device of type {' or '.join(by_type)}, got {device.type}"
         )
     preferred = by_type[device.type]
-    runnable = [backend for backend in preferred if backend.runs_on(device)]
     requested = requested_backend()
     if requested is not None:
-        runnable = [*runnable, REFERENCE]
-        names = [backend.name for backend in runnable]
-        if requested not in names:
-            raise BackendError(
-                f"{op}: {BACKEND_VARIABLE}={requested} does not run on {device}, "
-                f"expected one of {', '.join(sorted(names))}"
-            )
-        return runnable[names.index(requested)]
-    if not runnable:
-        raise BackendError(f"{op}: no backend runs on {device}, its capability is too low")
-    best, chosen = preferred[0], runnable[0]
-    if chosen is not best:
-        logger.warning("%s: %s cannot run on %s, using %s", op, best.name, device, chosen.name)
+        return _requested(op, device, requested, preferred)
+    for backend in preferred:
+        if _is_usable(op, device, backend):
+            return backend
+    raise BackendError(f"{op}: no backend runs on {device}, its capability is too low")
+
+
+def _requested(op: str, device: torch.device, name: str, preferred: tuple[Backend, ...]) -> Backend:
+    """The backend called `name`; torch where the op has none of that name on this device."""
+    known = {backend.name: backend for backend in (*preferred, REFERENCE)}
+    chosen = known.get(name, TORCH)
+    if not _is_usable(op, device, chosen):
+        names = sorted({*known} - {name})
+        raise BackendError(
+            f"{op}: {BACKEND_VARIABLE}={name} does not run on {device}, "
+            f"expected one of {', '.join(names)}"
+        )
     return chosen
+
+
+def _is_usable(op: str, device: torch.device, backend: Backend) -> bool:
+    """Whether `backend` can serve `op` on `device`; if not, a warning says why."""
+    if not backend.runs_on(device):
+        logger.warning("%s: the %s kernel cannot run on %s", op, backend.name, device)
+        return False
+    if backend is not NATIVE:
+        return True
+    if reason := unavailable():
+        _warn_without_native(reason)
+        return False
+    library: NativeLibrary = import_module(f"plait.kernels.{op}.{backend.module}").library
+    try:
+        library.load()
+    except NativeBuildError as exc:
+        logger.warning("%s: the slower torch kernel serves, for C code does not build: %s", op, exc)
+        return False
+    return True
+
+
+@cache
+def _warn_without_native(reason: str) -> None:
+    """One line for all ops."""
+    logger.warning("CPU KERNELS ARE NOT NATIVE, the several times slower ones serve: %s", reason)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.kernels import dispatch
 from plait.kernels.dtypes import accumulate_dtype
+from plait.kernels.native import ISAS, Isa, library
 
 Inputs = dict[str, Any]
 Results = dict[str, Tensor]
@@ -37,6 +39,49 @@ if torch.cuda.is_available():
 @pytest.fixture(params=DEVICES)
 def device(request) -> torch.device:
     return torch.device(request.param)
+
+
+# What AVX-512 runs, lowered to two registers of AVX2 each: all but its intrinsics is the same code.
+WIDE_ON_AVX2 = Isa(
+    name="lanes16",
+    compiler_flags=("-march=x86-64-v3", "-DLANES=16", "-Wno-psabi"),
+    cpu_flags=ISAS["avx2"].cpu_flags,
+)
+NATIVE_VARIANTS = [
+    (isa, threads)
+    for isa in (*ISAS.values(), WIDE_ON_AVX2)
+    if isa.runs_here
+    for threads in (1, 2)
+]
+
+
+@pytest.fixture(
+    params=[None, *NATIVE_VARIANTS],
+    ids=["torch", *(f"native-{isa.name}-{threads}" for isa, threads in NATIVE_VARIANTS)],
+)
+def backend(request, monkeypatch, device) -> Iterator[str]:
+    """Run the test once per backend; C code for every instruction set, with one and two threads."""
+    if request.param is None:
+        monkeypatch.setenv(dispatch.BACKEND_VARIABLE, "torch")
+    elif device.type != "cpu":
+        pytest.skip("C kernels run on the CPU")
+    else:
+        isa, threads = request.param
+        monkeypatch.setenv(dispatch.BACKEND_VARIABLE, "native")
+        monkeypatch.setattr(library, "chosen_isa", lambda: isa)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+    forget_choices()
+    yield "torch" if request.param is None else "native"
+    forget_choices()
+    if request.param is not None:
+        torch.set_num_threads(before)
+
+
+def forget_choices() -> None:
+    """Make dispatch choose anew."""
+    for function in (dispatch.requested_backend, dispatch.implementation, dispatch._choose):
+        function.cache_clear()
 
 
 class Maker:

@@ -108,7 +108,7 @@ class TestCapability:
             chosen = dispatch.chosen_backends(self.cuda)
             dispatch.chosen_backends(self.cuda)
         assert chosen == {"rotary": "torch" if is_old else "fast"}
-        warning = "rotary: fast cannot run on cuda:0, using torch"
+        warning = "rotary: the fast kernel cannot run on cuda:0"
         assert caplog.messages == ([warning] if is_old else [])
 
     def test_no_backend_that_runs(self, capability, candidates):
