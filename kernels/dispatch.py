@@ -53,6 +53,7 @@ _WITH_NATIVE: Final[Mapping[str, tuple[Backend, ...]]] = {"cpu": (NATIVE, TORCH)
 CANDIDATES: Final[Mapping[str, Mapping[str, tuple[Backend, ...]]]] = {
     "causal_conv1d": _PORTABLE,
     "kv_write": _PORTABLE,
+    "linear": _WITH_NATIVE,
     "moe": _PORTABLE,
     "paged_attention": _PORTABLE,
     "rms_norm": _PORTABLE,

@@ -1,5 +1,6 @@
 """Inputs, cache memory and the tolerance rule of the kernel tests."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,34 +49,46 @@ WIDE_ON_AVX2 = Isa(
     cpu_flags=ISAS["avx2"].cpu_flags,
 )
 NATIVE_VARIANTS = [
-    (isa, threads)
-    for isa in (*ISAS.values(), WIDE_ON_AVX2)
-    if isa.runs_here
-    for threads in (1, 2)
+    (isa, threads) for isa in (*ISAS.values(), WIDE_ON_AVX2) if isa.runs_here for threads in (1, 2)
 ]
 
 
-@pytest.fixture(
-    params=[None, *NATIVE_VARIANTS],
-    ids=["torch", *(f"native-{isa.name}-{threads}" for isa, threads in NATIVE_VARIANTS)],
-)
+def _name(variant: tuple[Isa, int] | None) -> str:
+    return "torch" if variant is None else f"native-{variant[0].name}-{variant[1]}"
+
+
+@pytest.fixture(params=[None, *NATIVE_VARIANTS], ids=_name)
 def backend(request, monkeypatch, device) -> Iterator[str]:
     """Run the test once per backend; C code for every instruction set, with one and two threads."""
-    if request.param is None:
+    with _use(request.param, monkeypatch, device) as name:
+        yield name
+
+
+@pytest.fixture(params=NATIVE_VARIANTS, ids=_name)
+def native_backend(request, monkeypatch, device) -> Iterator[str]:
+    """As `backend`, for what C code alone promises."""
+    with _use(request.param, monkeypatch, device) as name:
+        yield name
+
+
+@contextlib.contextmanager
+def _use(
+    variant: tuple[Isa, int] | None, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> Iterator[str]:
+    before = torch.get_num_threads()
+    if variant is None:
         monkeypatch.setenv(dispatch.BACKEND_VARIABLE, "torch")
     elif device.type != "cpu":
         pytest.skip("C kernels run on the CPU")
     else:
-        isa, threads = request.param
+        isa, threads = variant
         monkeypatch.setenv(dispatch.BACKEND_VARIABLE, "native")
         monkeypatch.setattr(library, "chosen_isa", lambda: isa)
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
     forget_choices()
-    yield "torch" if request.param is None else "native"
+    yield "torch" if variant is None else "native"
     forget_choices()
-    if request.param is not None:
-        torch.set_num_threads(before)
+    torch.set_num_threads(before)
 
 
 def forget_choices() -> None:
