@@ -79,6 +79,7 @@ def start_model(
             max_model_len=estimate.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             debug_poison=settings.debug_poison,
+            quantization=settings.quantization,
         )
     )
     _verify(layout, loaded)

@@ -57,6 +57,9 @@ class EngineSettings(BaseModel):
     dtype: CacheDtype = Field(
         "auto", description="dtype of weights and activations; auto is that of the checkpoint"
     )
+    quantization: Literal["int8"] | None = Field(
+        None, description="keep the weights of matrix products as 8-bit integers"
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="longest prompt plus output in tokens; default: the model's"
     )

@@ -1,66 +1,77 @@
 """One decoder for every model: executes a `ModelSpec` over this rank's parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, pad
 
-from plait.kernels.rms_norm import rms_norm
+from plait.kernels.linear import linear, pack_weight
+from plait.kernels.linear.packed import Quantization
+from plait.kernels.rms_norm import add_rms_norm, rms_norm
 from plait.worker.arena import Arena
 from plait.worker.batch import Batch
 from plait.worker.collectives import TensorParallel
 from plait.worker.layers.attention import AttentionLayer, RotaryEmbedding, Rotation
 from plait.worker.layers.feed_forward import build_ffn
 from plait.worker.layers.mamba2 import Mamba2Layer
-from plait.worker.layers.parameters import LayerParameters
+from plait.worker.layers.parameters import LayerParameters, Parameters
 from plait.worker.parameters import vocab_range
 from plait.worker.plan import CacheLayout, SectionShape
 from plait.worker.spec import LayerSpec, ModelSpec, Rope
+
+Rotations = Mapping[Rope, Rotation]
 
 
 class Decoder:
     """The forward pass of one rank.
 
     Activations are replicated over ranks; every mixer and ffn gives this rank's part of a sum,
-    which is reduced once per residual branch.
+    which is reduced once per residual branch. `parameters` belongs to the decoder from then on:
+    weights in it are replaced by their packed form.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        tensors: Mapping[str, torch.Tensor],
+        parameters: Parameters,
         layout: CacheLayout,
         group: TensorParallel,
         *,
         decodable_vocab_size: int,
+        quantization: Quantization | None = None,
     ) -> None:
         self._spec = spec
         self._layout = layout
         self._group = group
-        self._embedding = tensors["embedding"]
-        self._final_norm = tensors["final_norm"]
-        self._head = tensors["embedding" if spec.tie_embeddings else "head"]
+
+        def under(prefix: str) -> LayerParameters:
+            return LayerParameters(
+                parameters, prefix, tp=group.size, rank=group.rank, quantization=quantization
+            )
+
+        model = under("")
+        self._embedding = model.tensor("embedding")
+        self._dtype = self._embedding.dtype
+        if spec.tie_embeddings:  # looked up by row, multiplied with in packed form
+            self._head = pack_weight(self._embedding, quantization=quantization)
+            parameters["head"] = self._head
+        else:
+            self._head = model.linear("head")
         self._vocab = vocab_range(spec.vocab_size, tp=group.size, rank=group.rank)
         self._vocab_per_rank = -(-spec.vocab_size // group.size)
         self._decodable = min(decodable_vocab_size, spec.vocab_size)
-        self._dtype = self._embedding.dtype
         self._rotary = {
             rope: RotaryEmbedding(rope, device=self._embedding.device)
             for layer in spec.layers
             if layer.attention is not None and (rope := layer.attention.rope) is not None
         }
         self._layers = [
-            _DecoderLayer(
-                layer,
-                LayerParameters(tensors, f"layers.{index}.", tp=group.size, rank=group.rank),
-                group,
-                index=index,
-                layout=layout,
-                norm_eps=spec.norm_eps,
-                dtype=self._dtype,
-            )
+            _DecoderLayer(layer, under(f"layers.{index}."), group, index=index, layout=layout)
             for index, layer in enumerate(spec.layers)
         ]
+        self._branches = [branch for layer in self._layers for branch in layer.branches()]
+        self._norms = [branch.norm for branch in self._branches] + [model.tensor("final_norm")]
 
     def sections(self) -> tuple[SectionShape, ...]:
         """What the built layers keep in the cache, from the tensors they hold."""
@@ -77,13 +88,21 @@ class Decoder:
         State and KV of the batch's sequences are advanced in place. Ids that cannot be decoded
         are -inf.
         """
+        eps = self._spec.norm_eps
         rotations = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
         hidden = self._embed(batch.token_ids)
-        for layer in self._layers:
-            hidden = layer.forward(hidden, batch, rotations)
-        hidden = hidden[batch.logit_rows].to(self._dtype)
-        hidden = rms_norm(hidden, self._final_norm, eps=self._spec.norm_eps)
-        return self._logits(hidden)
+        x = rms_norm(hidden.to(self._dtype), self._norms[0], eps=eps)
+        for branch, next_norm in zip(self._branches, self._norms[1:], strict=True):
+            if branch is self._branches[-1] and not branch.has_state:
+                # Nothing after here depends on other tokens.
+                hidden, x = hidden[batch.logit_rows], x[batch.logit_rows]
+            part = self._group.all_reduce(branch.forward(x, batch, rotations))
+            for bias in branch.biases:
+                part = part + bias
+            x = add_rms_norm(part, hidden, next_norm, eps=eps, scale=branch.scale)
+        if len(x) != len(batch.logit_rows):
+            x = x[batch.logit_rows]
+        return self._logits(x)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Vocabulary-parallel embedding: a rank gives zeros for the ids of others."""
@@ -101,19 +120,30 @@ class Decoder:
             hidden = hidden * self._spec.embedding_multiplier
         return hidden.float() if self._spec.residual_in_fp32 else hidden
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = linear(hidden, self._head)
-        pad = self._vocab_per_rank - logits.shape[-1]
-        if pad:
-            logits = torch.nn.functional.pad(logits, (0, pad))
-        logits = self._group.all_gather(logits)[:, : self._spec.vocab_size].float()
-        logits = logits * self._spec.logits_multiplier
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        logits = linear(x, self._head, out_dtype=torch.float32)
+        if self._group.size > 1:
+            logits = pad(logits, (0, self._vocab_per_rank - logits.shape[-1]))
+            logits = self._group.all_gather(logits)[:, : self._spec.vocab_size]
+        if self._spec.logits_multiplier != 1.0:
+            logits *= self._spec.logits_multiplier
         logits[:, self._decodable :] = -torch.inf
         return logits
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branch:
+    """norm -> mixer(s) or ffn -> residual. `forward` gives this rank's part of the sum."""
+
+    norm: torch.Tensor
+    forward: Callable[[torch.Tensor, Batch, Rotations], torch.Tensor]
+    biases: tuple[torch.Tensor, ...]
+    scale: float
+    has_state: bool
+
+
 class _DecoderLayer:
-    """norm -> mixer(s) -> residual, then norm -> ffn -> residual."""
+    """One or two mixers side by side, then the ffn if there is one."""
 
     def __init__(
         self,
@@ -123,13 +153,8 @@ class _DecoderLayer:
         *,
         index: int,
         layout: CacheLayout,
-        norm_eps: float,
-        dtype: torch.dtype,
     ) -> None:
-        self._spec = spec
-        self._group = group
-        self._eps = norm_eps
-        self._dtype = dtype
+        self._scale = spec.residual_multiplier
         self._input_norm = parameters.tensor("input_norm")
         self._ffn_norm = parameters.optional("ffn_norm")
         self._attention = (
@@ -146,8 +171,31 @@ class _DecoderLayer:
             Mamba2Layer(spec.mamba2, parameters, group, layer=index) if spec.mamba2 else None
         )
         self._ffn = build_ffn(spec.ffn, parameters)
-        self._mixers = [m for m in (self._attention, self._mamba2) if m is not None]
-        self._mixer_biases = [m.out_bias for m in self._mixers if m.out_bias is not None]
+
+    def branches(self) -> list[_Branch]:
+        """What is added to the residual stream, in order."""
+        mixers = (self._attention, self._mamba2)
+        biases = (mixer.out_bias for mixer in mixers if mixer is not None)
+        mixer = _Branch(
+            norm=self._input_norm,
+            forward=self._mix,
+            biases=tuple(bias for bias in biases if bias is not None),
+            scale=self._scale,
+            has_state=True,
+        )
+        if self._ffn is None or self._ffn_norm is None:
+            return [mixer]
+        ffn = self._ffn
+        return [
+            mixer,
+            _Branch(
+                norm=self._ffn_norm,
+                forward=lambda x, batch, rotations: ffn.forward(x),
+                biases=() if ffn.out_bias is None else (ffn.out_bias,),
+                scale=self._scale,
+                has_state=False,
+            ),
+        ]
 
     def sections(self, layout: CacheLayout) -> tuple[SectionShape, ...]:
         dtypes = layout.dtypes
@@ -159,33 +207,14 @@ class _DecoderLayer:
         return sections
 
     def bind(self, arena: Arena) -> None:
-        for mixer in self._mixers:
-            mixer.bind(arena)
+        for mixer in (self._attention, self._mamba2):
+            if mixer is not None:
+                mixer.bind(arena)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, rotations: Mapping[Rope, Rotation]
-    ) -> torch.Tensor:
-        x = rms_norm(hidden.to(self._dtype), self._input_norm, eps=self._eps)
+    def _mix(self, x: torch.Tensor, batch: Batch, rotations: Rotations) -> torch.Tensor:
         parts = []
         if self._attention is not None:
             parts.append(self._attention.forward(x, batch, rotations))
         if self._mamba2 is not None:
             parts.append(self._mamba2.forward(x, batch))
-        partial = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        hidden = self._add(hidden, partial, self._mixer_biases)
-        if self._ffn is None or self._ffn_norm is None:
-            return hidden
-        x = rms_norm(hidden.to(self._dtype), self._ffn_norm, eps=self._eps)
-        bias = self._ffn.out_bias
-        return self._add(hidden, self._ffn.forward(x), [] if bias is None else [bias])
-
-    def _add(
-        self, hidden: torch.Tensor, partial: torch.Tensor, biases: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """Sum the ranks' parts, add the biases once, and add to the residual stream."""
-        branch = self._group.all_reduce(partial)
-        for bias in biases:
-            branch = branch + bias
-        if self._spec.residual_multiplier != 1.0:
-            branch = branch * self._spec.residual_multiplier
-        return hidden + branch
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]

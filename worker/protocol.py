@@ -5,6 +5,8 @@ carries only what changed: a rank remembers, by *seat*, the tokens, blocks and s
 sequence that runs. A seat is a row of the rank's tables, lent to one sequence at a time.
 """
 
+from typing import Literal
+
 import msgspec
 
 from plait.worker.plan import CacheLayout, CachePlan, SectionShape
@@ -28,6 +30,7 @@ class Load(Message, frozen=True, kw_only=True):
     max_model_len: int
     max_num_batched_tokens: int
     debug_poison: bool = False
+    quantization: Literal["int8"] | None = None
 
 
 class Loaded(Message, frozen=True, kw_only=True):

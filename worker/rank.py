@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from plait.kernels.dispatch import chosen_backends
+from plait.kernels.linear.packed import PackedWeight
 from plait.worker import protocol
 from plait.worker.architectures import load_spec
 from plait.worker.arena import Arena
@@ -54,7 +55,8 @@ class Rank:
         checkpoint = Checkpoint(request.model_path)
         tied = (spec.names.head,) if spec.tie_embeddings else ()
         check_complete(checkpoint, parameters, tied=tied)
-        tensors = load_parameters(
+        weights: dict[str, torch.Tensor | PackedWeight] = {}
+        weights |= load_parameters(
             checkpoint,
             parameters,
             dtype=request.dtype,
@@ -63,10 +65,11 @@ class Rank:
         )
         decoder = Decoder(
             spec,
-            tensors,
+            weights,
             layout,
             self._group,
             decodable_vocab_size=request.decodable_vocab_size,
+            quantization=request.quantization,
         )
         differences = compare_sections(layout_sections(layout, rank=rank), decoder.sections())
         if differences:
@@ -79,7 +82,7 @@ class Rank:
         return protocol.Loaded(
             layout_digest=layout.digest,
             sections=decoder.sections(),
-            weight_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+            weight_bytes=sum(value.nbytes for value in weights.values()),
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             backends=chosen_backends(self._device),

@@ -1,5 +1,5 @@
-"""Root mean square normalisation."""
+"""Root mean square normalisation, alone or behind a residual addition."""
 
-from plait.kernels.rms_norm.op import rms_norm
+from plait.kernels.rms_norm.op import add_rms_norm, rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]

@@ -29,3 +29,29 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     args.check("weight", weight, "D", FLOATS)
     out: Tensor = implementation("rms_norm", x.device).rms_norm(x, weight, eps=eps)
     return out
+
+
+def add_rms_norm(
+    branch: Tensor, residual: Tensor, weight: Tensor, *, eps: float, scale: float = 1.0
+) -> Tensor:
+    """Add the output of a branch to the residual stream and normalise the sum.
+
+    Args:
+        branch: (T, D), any float dtype.
+        residual: (T, D), any float dtype; scale * branch is added in place, rounded once.
+        weight: (D,), any float dtype.
+        eps: added to the mean square.
+        scale: multiplies the branch.
+    Returns:
+        (T, D) in the dtype of `branch`: `rms_norm` of the new residual rounded to that dtype.
+    Raises:
+        ShapeError, DtypeError, BackendError: names the argument.
+    """
+    args = Arguments(branch.device)
+    args.check("branch", branch, "T D", FLOATS)
+    args.check("residual", residual, "T D", FLOATS)
+    args.check("weight", weight, "D", FLOATS)
+    out: Tensor = implementation("rms_norm", branch.device).add_rms_norm(
+        branch, residual, weight, eps=eps, scale=scale
+    )
+    return out

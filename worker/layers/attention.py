@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from torch.nn.functional import linear
 
 from plait.kernels.kv_write import kv_write
+from plait.kernels.linear import linear
 from plait.kernels.paged_attention import paged_attention_decode, paged_attention_prefill
 from plait.kernels.rotary import rotary
 from plait.worker.arena import Arena
@@ -44,15 +44,26 @@ class AttentionLayer:
     ) -> None:
         self._spec = spec
         self._layer = layer
-        self._qkv = parameters.tensor("attention.qkv_proj")
-        self._qkv_bias = parameters.optional("attention.qkv_proj_bias")
-        self._out = parameters.tensor("attention.o_proj")
-        self.out_bias = parameters.scaled("attention.o_proj_bias", spec.out_multiplier)
         shard = spec.shard(tp=parameters.tp, rank=parameters.rank)
-        self._num_heads = self._out.shape[1] // spec.head_dim
-        self._num_kv_heads = (self._qkv.shape[0] // spec.head_dim - self._num_heads) // 2
+        num_heads, num_kv_heads = shard.num_heads, shard.num_groups
+        multipliers = (
+            [1.0] * num_heads + [spec.key_multiplier] * num_kv_heads + [1.0] * num_kv_heads
+        )
+        self._qkv = parameters.linear(
+            "attention.qkv_proj",
+            bias="attention.qkv_proj_bias",
+            in_multiplier=spec.in_multiplier,
+            out_multiplier=torch.tensor(multipliers).repeat_interleave(spec.head_dim),
+        )
+        self._out = parameters.linear("attention.o_proj", out_multiplier=spec.out_multiplier)
+        self.out_bias = parameters.scaled("attention.o_proj_bias", spec.out_multiplier)
+        # From the tensors it really holds, for the plan is compared with what follows from them.
+        self._num_heads = self._out.in_features // spec.head_dim
+        self._num_kv_heads = (self._qkv.out_features // spec.head_dim - self._num_heads) // 2
         self._kv_of_head = (
-            None if shard.is_regular else torch.tensor(shard.group_of_head, device=self._qkv.device)
+            None
+            if shard.is_regular
+            else torch.tensor(shard.group_of_head, device=self._qkv.data.device)
         )
         self._kind_name = kv_kind_name(spec.window)
         self._kind = kv_kinds.index(self._kind_name)
@@ -81,18 +92,13 @@ class AttentionLayer:
     ) -> torch.Tensor:
         """(T, D) -> (T, D), this rank's part of the sum."""
         spec, heads, kv_heads = self._spec, self._num_heads, self._num_kv_heads
-        if spec.in_multiplier != 1.0:
-            x = x * spec.in_multiplier
-        qkv = linear(x, self._qkv, self._qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = linear(x, self._qkv).view(len(x), -1, spec.head_dim)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        if spec.key_multiplier != 1.0:
-            k = k * spec.key_multiplier
         if spec.rope is not None:
             cos, sin = rotations[spec.rope]
             q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         kv_write(k, v, self._k_cache, self._v_cache, token_slots=batch.token_slots[self._kind])
-        out = linear(self._attend(q, batch).reshape(len(x), -1), self._out)
-        return out if spec.out_multiplier == 1.0 else out * spec.out_multiplier
+        return linear(self._attend(q, batch).reshape(len(x), -1), self._out)
 
     def _attend(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Prefill rows and decode rows, each through its own kernel."""

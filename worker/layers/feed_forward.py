@@ -1,29 +1,32 @@
 """Feed-forward layers of one rank: gated MLP and routed experts."""
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
+from plait.kernels.linear import linear
 from plait.kernels.moe import moe
 from plait.worker.layers.parameters import LayerParameters
-from plait.worker.spec import Ffn, Mlp, Moe
+from plait.worker.spec import Ffn, Mlp, Moe, split_range
 
 
 class MlpLayer:
     """Gated MLP over this rank's channels; the result is a partial sum, without bias."""
 
     def __init__(self, spec: Mlp, parameters: LayerParameters) -> None:
-        self._spec = spec
-        self._in = parameters.tensor("mlp.in_proj")
-        self._in_bias = parameters.optional("mlp.in_proj_bias")
-        self._out = parameters.tensor("mlp.out_proj")
+        start, stop = split_range(spec.intermediate_dim, tp=parameters.tp, rank=parameters.rank)
+        self._in = parameters.linear(
+            "mlp.in_proj",
+            bias="mlp.in_proj_bias",
+            out_multiplier=torch.tensor([spec.gate_multiplier, 1.0]).repeat_interleave(
+                stop - start
+            ),
+        )
+        self._out = parameters.linear("mlp.out_proj", out_multiplier=spec.down_multiplier)
         self.out_bias = parameters.scaled("mlp.out_proj_bias", spec.down_multiplier)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(x, self._in, self._in_bias).chunk(2, dim=-1)
-        if self._spec.gate_multiplier != 1.0:
-            gate = gate * self._spec.gate_multiplier
-        out = linear(silu(gate) * up, self._out)
-        return out if self._spec.down_multiplier == 1.0 else out * self._spec.down_multiplier
+        gate, up = linear(x, self._in).chunk(2, dim=-1)
+        return linear(silu(gate) * up, self._out)
 
 
 class MoeLayer:
@@ -31,14 +34,14 @@ class MoeLayer:
 
     def __init__(self, spec: Moe, parameters: LayerParameters) -> None:
         self._spec = spec
-        self._router = parameters.tensor("moe.router")
+        self._router = parameters.linear("moe.router", quantize=False)
         self._in = parameters.tensor("moe.in_proj")
         self._out = parameters.tensor("moe.out_proj")
         self._shared = MlpLayer(spec.shared, parameters) if spec.shared else None
         self.out_bias = self._shared.out_bias if self._shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = linear(x, self._router).float()
+        logits = linear(x, self._router, out_dtype=torch.float32)
         top = logits.topk(self._spec.experts_per_token, dim=-1)
         weights = top.values.softmax(dim=-1).to(x.dtype)
         out = moe(x, self._in, self._out, expert_ids=top.indices, expert_weights=weights)

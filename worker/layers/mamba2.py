@@ -1,9 +1,10 @@
 """Mamba-2 mixer of one rank: projection, convolution, scan or update, gated norm, projection."""
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from plait.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
+from plait.kernels.linear import linear
 from plait.kernels.rms_norm_gated import grouped_sum_squares, rms_norm_gated
 from plait.kernels.selective_state_update import selective_state_update
 from plait.kernels.ssd_scan import ssd_scan
@@ -24,22 +25,24 @@ class Mamba2Layer:
         self._spec = spec
         self._layer = layer
         self._shard = spec.shard(tp=parameters.tp, rank=parameters.rank)
-        self._in = parameters.tensor("mamba2.in_proj")
-        self._in_bias = parameters.optional("mamba2.in_proj_bias")
+        self._in = parameters.linear(
+            "mamba2.in_proj",
+            bias="mamba2.in_proj_bias",
+            in_multiplier=spec.in_multiplier,
+            out_multiplier=self._section_multiplier(),
+        )
         self._conv = parameters.tensor("mamba2.conv")
         self._conv_bias = parameters.optional("mamba2.conv_bias")
         self._decay = -torch.exp(parameters.tensor("mamba2.A_log"))
         self._skip = parameters.tensor("mamba2.D")
         self._dt_bias = parameters.tensor("mamba2.dt_bias")
-        self._out = parameters.tensor("mamba2.out_proj")
+        self._out = parameters.linear("mamba2.out_proj", out_multiplier=spec.out_multiplier)
         self.out_bias = parameters.scaled("mamba2.out_proj_bias", spec.out_multiplier)
         self._norm = _TensorParallelGatedNorm(spec, parameters, group) if spec.norm else None
-        device = self._in.device
-        self._in_scale = self._section_scale(device)
         self._group_of_head = (
             None
             if self._shard.heads.is_regular
-            else torch.tensor(self._shard.heads.group_of_head, device=device)
+            else torch.tensor(self._shard.heads.group_of_head, device=self._decay.device)
         )
 
     def sections(self, *, conv_dtype: str, ssm_dtype: str) -> tuple[SectionShape, ...]:
@@ -62,14 +65,9 @@ class Mamba2Layer:
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """(T, D) -> (T, D), this rank's part of the sum."""
-        spec, shard = self._spec, self._shard
-        if spec.in_multiplier != 1.0:
-            x = x * spec.in_multiplier
-        projected = linear(x, self._in, self._in_bias)
-        if self._in_scale is not None:
-            projected = projected * self._in_scale
+        shard = self._shard
         gate, conv_in, dt = torch.split(
-            projected, [shard.inner_dim, shard.conv_dim, shard.heads.num_heads], dim=-1
+            linear(x, self._in), [shard.inner_dim, shard.conv_dim, shard.heads.num_heads], dim=-1
         )
         parts, start = [], 0
         if batch.prefill is not None:
@@ -79,8 +77,7 @@ class Mamba2Layer:
             parts.append(self._decode(conv_in[start:], dt[start:], batch))
         y = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
         y = y * silu(gate) if self._norm is None else self._norm(y, gate)
-        out = linear(y, self._out)
-        return out if spec.out_multiplier == 1.0 else out * spec.out_multiplier
+        return linear(y, self._out)
 
     def _prefill(self, conv_in: torch.Tensor, dt: torch.Tensor, batch: Batch) -> torch.Tensor:
         """(T, conv), (T, H) -> (T, H, P) for the prefill rows."""
@@ -153,18 +150,10 @@ class Mamba2Layer:
             c.view(len(c), -1, spec.state_dim),
         )
 
-    def _section_scale(self, device: torch.device) -> torch.Tensor | None:
-        """The multiplier of every row of the projection, None where all are 1."""
-        multipliers = self._spec.section_multipliers
-        if all(multiplier == 1.0 for multiplier in multipliers):
-            return None
-        scale = torch.cat(
-            [
-                torch.full((dim,), multiplier)
-                for dim, multiplier in zip(self._shard.in_dims, multipliers, strict=True)
-            ]
-        )
-        return scale.to(device=device, dtype=self._in.dtype)
+    def _section_multiplier(self) -> torch.Tensor:
+        """The multiplier of every output of the projection."""
+        sections = zip(self._shard.in_dims, self._spec.section_multipliers, strict=True)
+        return torch.cat([torch.full((dim,), multiplier) for dim, multiplier in sections])
 
 
 class _TensorParallelGatedNorm:
