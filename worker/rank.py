@@ -9,6 +9,7 @@ import torch
 
 from plait.kernels.dispatch import chosen_backends
 from plait.kernels.linear.packed import PackedWeight
+from plait.kernels.moe.packed import PackedExperts
 from plait.worker import protocol
 from plait.worker.architectures import load_spec
 from plait.worker.arena import Arena
@@ -55,7 +56,7 @@ class Rank:
         checkpoint = Checkpoint(request.model_path)
         tied = (spec.names.head,) if spec.tie_embeddings else ()
         check_complete(checkpoint, parameters, tied=tied)
-        weights: dict[str, torch.Tensor | PackedWeight] = {}
+        weights: dict[str, torch.Tensor | PackedWeight | PackedExperts] = {}
         weights |= load_parameters(
             checkpoint,
             parameters,

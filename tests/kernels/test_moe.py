@@ -5,10 +5,21 @@ import torch
 import torch.nn.functional as F
 
 from plait.kernels.errors import DtypeError, ShapeError
-from plait.kernels.moe import moe, reference
+from plait.kernels.moe import moe as packed_moe
+from plait.kernels.moe import pack_experts, reference
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 EXPERTS, DIM, WIDTH = 5, 12, 9
+
+
+def moe(x, w_in, w_out, quantization=None, **routing):
+    return packed_moe(x, pack_experts(w_in, w_out, quantization=quantization), **routing)
+
+
+def plain(x, w_in, w_out, **routing):
+    return reference.moe(x, reference.pack_experts(w_in, w_out), **routing)
 
 
 def moe_inputs(make, num_tokens, *, num_chosen=2, dtype=F32, weights_dtype=F32):
@@ -35,15 +46,15 @@ def moe_inputs(make, num_tokens, *, num_chosen=2, dtype=F32, weights_dtype=F32):
 @pytest.mark.parametrize("num_tokens", [1, 3, 33])
 def test_is_as_exact_as_plain_torch(make, match, num_tokens, dtype, weights_dtype):
     inputs = moe_inputs(make, num_tokens, dtype=dtype, weights_dtype=weights_dtype)
-    match(moe, reference.moe, inputs)
+    match(moe, plain, inputs)
 
 
 @pytest.mark.parametrize("num_chosen", [1, 5])
 def test_any_number_of_experts(make, match, num_chosen):
-    match(moe, reference.moe, moe_inputs(make, 7, num_chosen=num_chosen))
+    match(moe, plain, moe_inputs(make, 7, num_chosen=num_chosen))
 
 
-@pytest.mark.parametrize("op", [moe, reference.moe])
+@pytest.mark.parametrize("op", [moe, plain])
 def test_equals_the_dense_formula(make, op):
     inputs = moe_inputs(make, 7, dtype=F64, weights_dtype=F64)
     projected = torch.einsum("td,eid->tei", inputs["x"], inputs["w_in"])
@@ -66,10 +77,10 @@ def test_experts_that_are_not_hit_are_not_read(make):
 def test_one_expert_may_be_chosen_twice(make, match):
     inputs = moe_inputs(make, 3)
     inputs["expert_ids"] = make.int64(2, 2, 0, 2, 1, 1).view(3, 2)
-    match(moe, reference.moe, inputs)
+    match(moe, plain, inputs)
 
 
-@pytest.mark.parametrize("op", [moe, reference.moe])
+@pytest.mark.parametrize("op", [moe, plain])
 def test_the_sum_over_experts_is_kept_in_float32(make, op):
     """256 + 1 + 1 + 1 + 1 would stay 256 in bf16."""
     inputs = moe_inputs(make, 3, dtype=BF16)
@@ -80,7 +91,21 @@ def test_the_sum_over_experts_is_kept_in_float32(make, op):
     first = {"expert_ids": inputs["expert_ids"][:, :1], "expert_weights": weights[:, 1:2]}
     one = op(**(inputs | first))
     out = op(**(inputs | {"expert_weights": weights}))
-    assert torch.equal(out, (260 * one.float()).bfloat16())
+    torch.testing.assert_close(out.float(), 260 * one.float(), rtol=2**-7, atol=0)
+
+
+def test_int8_weights(make, match):
+    inputs = moe_inputs(make, 33, dtype=BF16)
+    rounded = reference.pack_experts(inputs["w_in"], inputs["w_out"], quantization="int8")
+    experts = [reference.expert(rounded, index) for index in range(EXPERTS)]
+    w_in, w_out = (torch.stack(weights) for weights in zip(*experts, strict=True))
+    exact = plain(
+        inputs["x"], w_in, w_out, **{n: inputs[n] for n in ("expert_ids", "expert_weights")}
+    )
+    out = moe(**inputs, quantization="int8")
+    scale = exact.float().abs().max()
+    assert (out.float() - exact.float()).abs().max() < 0.02 * scale
+    assert not torch.equal(out, moe(**inputs))
 
 
 def test_no_tokens(make):
@@ -92,7 +117,11 @@ def test_no_tokens(make):
     [
         ({"w_in": torch.ones(5, 9, 12)}, ShapeError, r"w_in: .*\(E=5, 2I=18, D=12\), got \(5, 9"),
         ({"w_in": torch.ones(5, 18, 12).half()}, DtypeError, r"w_in: expected torch.float32, got"),
-        ({"w_out": torch.ones(5, 12, 9).half()}, DtypeError, r"w_out: expected torch.float32, go"),
+        (
+            {"x": torch.ones(3, 12).half()},
+            DtypeError,
+            r"x: expected torch.float32, got torch.float",
+        ),
         ({"expert_ids": torch.ones(3, 2).int()}, DtypeError, r"expert_ids: expected torch.int64,"),
         ({"expert_weights": torch.ones(3, 1)}, ShapeError, r"expert_weights: .*K=2\), got \(3, 1"),
     ],

@@ -35,8 +35,7 @@ class MoeLayer:
     def __init__(self, spec: Moe, parameters: LayerParameters) -> None:
         self._spec = spec
         self._router = parameters.linear("moe.router", quantize=False)
-        self._in = parameters.tensor("moe.in_proj")
-        self._out = parameters.tensor("moe.out_proj")
+        self._experts = parameters.experts("moe.in_proj", "moe.out_proj")
         self._shared = MlpLayer(spec.shared, parameters) if spec.shared else None
         self.out_bias = self._shared.out_bias if self._shared else None
 
@@ -44,7 +43,7 @@ class MoeLayer:
         logits = linear(x, self._router, out_dtype=torch.float32)
         top = logits.topk(self._spec.experts_per_token, dim=-1)
         weights = top.values.softmax(dim=-1).to(x.dtype)
-        out = moe(x, self._in, self._out, expert_ids=top.indices, expert_weights=weights)
+        out = moe(x, self._experts, expert_ids=top.indices, expert_weights=weights)
         return out if self._shared is None else out + self._shared.forward(x)
 
 

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from plait.kernels.linear import pack_weight
 from plait.kernels.linear.packed import PackedWeight, Quantization
+from plait.kernels.moe import pack_experts
+from plait.kernels.moe.packed import PackedExperts
 
-Parameters = MutableMapping[str, Tensor | PackedWeight]
+Parameters = MutableMapping[str, Tensor | PackedWeight | PackedExperts]
 
 
 class LayerParameters:
@@ -73,4 +75,13 @@ class LayerParameters:
             quantization=self._quantization if quantize else None,
         )
         self._parameters[self._prefix + name] = packed
+        return packed
+
+    def experts(self, w_in: str, w_out: str) -> PackedExperts:
+        """The weights of routed experts; both stand in the place of the first."""
+        packed = pack_experts(
+            self.tensor(w_in), self.tensor(w_out), quantization=self._quantization
+        )
+        self._parameters[self._prefix + w_in] = packed
+        del self._parameters[self._prefix + w_out]
         return packed
