@@ -1,6 +1,8 @@
 """Checks of the tensors of one call against each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -31,19 +33,20 @@ class Arguments:
 
     def check(self, name: str, value: Tensor, letters: str, dtypes: Sequence[torch.dtype]) -> None:
         """Raise unless `value` has the shape spelled by `letters`, one of `dtypes`, our device."""
-        expected = letters.split()
-        shape = value.shape
-        if len(expected) != len(shape) or any(
-            self._sizes.get(letter, size) != size
-            for letter, size in zip(expected, shape, strict=True)
-        ):
+        sizes, expected, shape = self._sizes, _letters(letters), value.shape
+        num_known = len(sizes)
+        agrees = len(expected) == len(shape)
+        for letter, size in zip(expected, shape, strict=False):
+            if sizes.setdefault(letter, size) != size:
+                agrees = False
+        if not agrees:
+            known = dict(islice(sizes.items(), num_known))
             raise ShapeError(
-                f"{name}: expected shape {self._describe(expected)}, got {tuple(shape)}"
+                f"{name}: expected shape {_describe(expected, known)}, got {tuple(shape)}"
             )
-        self._sizes.update(zip(expected, shape, strict=True))
         if value.dtype not in dtypes:
-            known = " or ".join(str(dtype) for dtype in dtypes)
-            raise DtypeError(f"{name}: expected {known}, got {value.dtype}")
+            allowed = " or ".join(str(dtype) for dtype in dtypes)
+            raise DtypeError(f"{name}: expected {allowed}, got {value.dtype}")
         if value.device != self.device:
             raise BackendError(f"{name}: expected a tensor on {self.device}, got {value.device}")
 
@@ -52,7 +55,7 @@ class Arguments:
     ) -> None:
         """Check cache memory: any stride between units (axis 0), each unit contiguous inside."""
         self.check(name, value, letters, dtypes)
-        if value.shape[0] > 0 and not value[0].is_contiguous():
+        if value.shape[0] > 0 and not value.is_contiguous() and not value[0].is_contiguous():
             raise ShapeError(
                 f"{name}: expected contiguous dims after the first, got strides {value.stride()} "
                 f"for shape {tuple(value.shape)}"
@@ -61,7 +64,8 @@ class Arguments:
     def check_slots(self, read_slots: Tensor, write_slots: Tensor, letter: str) -> None:
         """Check the state slots of the rows counted by `letter`."""
         self.check("read_slots", read_slots, letter, INT64)
-        self.check("write_slots", write_slots, letter, INT64)
+        if write_slots is not read_slots:
+            self.check("write_slots", write_slots, letter, INT64)
 
     def check_rows(self, cu_seqlens: Tensor) -> None:
         """Check the bounds of R packed rows; R is known from an earlier tensor."""
@@ -80,9 +84,12 @@ class Arguments:
                 f"None, got {targets}={self[targets]}"
             )
 
-    def _describe(self, letters: Sequence[str]) -> str:
-        known = (
-            f"{letter}={self._sizes[letter]}" if letter in self._sizes else letter
-            for letter in letters
-        )
-        return f"({', '.join(known)})"
+
+@cache
+def _letters(spelled: str) -> tuple[str, ...]:
+    return tuple(spelled.split())
+
+
+def _describe(letters: Sequence[str], known: Mapping[str, int]) -> str:
+    parts = (f"{letter}={known[letter]}" if letter in known else letter for letter in letters)
+    return f"({', '.join(parts)})"
