@@ -82,6 +82,7 @@ class PlanReport:
     tensor_parallel_size: int
     valid_tensor_parallel_sizes: tuple[int, ...]
     dtype: str
+    quantization: str | None
     cache_dtypes: CacheDtypes
     layout_digest: str
     weight_bytes: tuple[int, ...]
@@ -101,7 +102,13 @@ class PlanReport:
 
 
 def memory_budget(
-    spec: ModelSpec, *, tp: int, dtype: str, device_bytes: int, utilization: float = 0.9
+    spec: ModelSpec,
+    *,
+    tp: int,
+    dtype: str,
+    device_bytes: int,
+    utilization: float = 0.9,
+    quantization: str | None = None,
 ) -> MemoryBudget:
     """Split the memory of a device into weights, activations and cache.
 
@@ -113,7 +120,7 @@ def memory_budget(
             f"gpu_memory_utilization={utilization} is not a share of the memory: "
             "give a number above 0 and up to 1"
         )
-    weights = max(weight_bytes(spec, tp=tp, rank=rank, dtype=dtype) for rank in range(tp))
+    weights = max(_weight_bytes(spec, tp, dtype, quantization))
     activations = activation_bytes(spec, tp=tp, dtype=dtype)
     cache = int(device_bytes * utilization) - weights - activations
     if cache <= 0:
@@ -147,6 +154,7 @@ def build_report(
     limits: Limits,
     *,
     dtype: str,
+    quantization: str | None = None,
     memory: MemoryBudget | None = None,
     batches: Sequence[int] = DECODE_BATCHES,
     context: int = DECODE_CONTEXT,
@@ -162,7 +170,8 @@ def build_report(
         dtype=dtype,
         cache_dtypes=layout.dtypes,
         layout_digest=layout.digest,
-        weight_bytes=tuple(weight_bytes(spec, tp=tp, rank=rank, dtype=dtype) for rank in range(tp)),
+        quantization=quantization,
+        weight_bytes=_weight_bytes(spec, tp, dtype, quantization),
         memory=memory,
         block_size=layout.block_size,
         page_bytes=layout.page_bytes,
@@ -183,7 +192,8 @@ def build_report(
             for tokens in (*lengths, limits.max_model_len)
         ),
         decode=tuple(
-            _decode(spec, layout, dtype=dtype, batch=batch, context=context) for batch in batches
+            _decode(spec, layout, dtype, quantization, batch=batch, context=context)
+            for batch in batches
         ),
         padded_rule=padded,
         notes=limits.notes,
@@ -237,8 +247,24 @@ def _kind(layout: CacheLayout, kind: UnitKind) -> KindReport:
     )
 
 
+def _weight_bytes(
+    spec: ModelSpec, tp: int, dtype: str, quantization: str | None
+) -> tuple[int, ...]:
+    """Of every rank."""
+    return tuple(
+        weight_bytes(spec, tp=tp, rank=rank, dtype=dtype, quantization=quantization)
+        for rank in range(tp)
+    )
+
+
 def _decode(
-    spec: ModelSpec, layout: CacheLayout, *, dtype: str, batch: int, context: int
+    spec: ModelSpec,
+    layout: CacheLayout,
+    dtype: str,
+    quantization: str | None,
+    *,
+    batch: int,
+    context: int,
 ) -> DecodeStep:
     tp = layout.tensor_parallel_size
     costs = [
@@ -250,6 +276,7 @@ def _decode(
             dtypes=layout.dtypes,
             batch=batch,
             context=context,
+            quantization=quantization,
         )
         for rank in range(tp)
     ]
@@ -290,7 +317,10 @@ def _render_head(report: PlanReport) -> str:
             f"{report.tensor_parallel_size} (sizes that work: "
             f"{_join(report.valid_tensor_parallel_sizes)})",
         ),
-        ("dtypes", f"weights {report.dtype}, kv {dtypes.kv}, conv {dtypes.conv}, ssm {dtypes.ssm}"),
+        (
+            "dtypes",
+            f"weights {report.quantization or report.dtype}, kv {dtypes.kv}, conv {dtypes.conv}, ssm {dtypes.ssm}",
+        ),
         ("weights per rank", most if least == most else f"{least} to {most}"),
     ]
     if memory is not None:

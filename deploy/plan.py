@@ -29,6 +29,7 @@ def plan_text(
             dtype=dtype,
             device_bytes=device_memory,
             utilization=settings.gpu_memory_utilization,
+            quantization=settings.quantization,
         )
         cache_bytes = memory.cache_bytes if cache_bytes is None else cache_bytes
     if cache_bytes is None:
@@ -41,5 +42,7 @@ def plan_text(
         max_num_seqs=settings.max_num_seqs,
         strict=settings.strict,
     )
-    report = build_report(spec, layout, limits, dtype=dtype, memory=memory)
+    report = build_report(
+        spec, layout, limits, dtype=dtype, quantization=settings.quantization, memory=memory
+    )
     return to_json(report).decode() if as_json else render(report)

@@ -4,7 +4,7 @@ These are counts of necessary work, not measurements: activations between operat
 caches, and the few operations of norms and activation functions are left out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.worker.dtypes import DTYPE_BYTES, CacheDtypes
 from plait.worker.parameters import FLOAT32, Parameter, rank_parameters
@@ -22,12 +22,19 @@ class Cost:
     flops: float
 
 
-def weight_bytes(spec: ModelSpec, *, tp: int, rank: int, dtype: str) -> int:
-    """Bytes of the weights that `rank` holds in `dtype`; parameters kept in float32 count so."""
-    return sum(
-        parameter.numel * _element_bytes(parameter, dtype)
-        for parameter in rank_parameters(spec, tp=tp, rank=rank)
-    )
+def weight_bytes(
+    spec: ModelSpec, *, tp: int, rank: int, dtype: str, quantization: str | None = None
+) -> int:
+    """Bytes of the weights that `rank` holds in `dtype`; parameters kept in float32 count so.
+
+    A tied embedding is counted once, though a rank that packs its weights holds a second form of it
+    for the head; quantized it is counted twice, for the two differ then.
+    """
+    parameters = rank_parameters(spec, tp=tp, rank=rank)
+    total = sum(_bytes(parameter, dtype, quantization) for parameter in parameters)
+    if quantization is not None and spec.tie_embeddings:
+        total += _bytes(replace(parameters[0], name="head"), dtype, quantization)
+    return total
 
 
 def decode_step_cost(
@@ -39,6 +46,7 @@ def decode_step_cost(
     dtypes: CacheDtypes,
     batch: int,
     context: int,
+    quantization: str | None = None,
 ) -> Cost:
     """Cost on `rank` of one new token for each of `batch` sequences with `context` tokens before.
 
@@ -53,7 +61,9 @@ def decode_step_cost(
     moved, flops = 0.0, 0.0
     for parameter in rank_parameters(spec, tp=tp, rank=rank):
         read, used = _shares(spec, parameter, batch)
-        moved += read * parameter.numel * _element_bytes(parameter, dtype)
+        if quantization is not None and parameter.name == "embedding" and spec.tie_embeddings:
+            parameter = replace(parameter, name="head")  # what is read of it is the head
+        moved += read * _bytes(parameter, dtype, quantization)
         flops += 2.0 * batch * used * parameter.numel
     for layer in spec.layers:
         for cost in (
@@ -109,5 +119,8 @@ def _mamba2(mixer: Mamba2 | None, *, tp: int, rank: int, dtypes: CacheDtypes) ->
     return Cost(bytes=2 * state_bytes, flops=_SSM_OPERATIONS * ssm)
 
 
-def _element_bytes(parameter: Parameter, dtype: str) -> int:
-    return DTYPE_BYTES[FLOAT32 if parameter.dtype == FLOAT32 else dtype]
+def _bytes(parameter: Parameter, dtype: str, quantization: str | None) -> int:
+    if quantization is not None and parameter.is_quantizable:
+        rows = parameter.numel // parameter.shape[-1]
+        return parameter.numel + DTYPE_BYTES[FLOAT32] * rows
+    return parameter.numel * DTYPE_BYTES[FLOAT32 if parameter.dtype == FLOAT32 else dtype]

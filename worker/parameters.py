@@ -51,6 +51,11 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_quantizable(self) -> bool:
+        """Whether `quantization` applies: the weights of matrix products, but not the router."""
+        return self.name == "head" or self.name.endswith("_proj")
+
 
 def rank_parameters(spec: ModelSpec, *, tp: int, rank: int) -> tuple[Parameter, ...]:
     """Every parameter of `rank`, in the order of the forward pass."""

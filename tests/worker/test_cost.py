@@ -25,9 +25,10 @@ def model(*layers, tied=False):
     )
 
 
-def cost(spec, batch=1, context=0, tp=1, rank=0):
+def cost(spec, batch=1, context=0, tp=1, rank=0, quantization=None):
     return decode_step_cost(
         spec,
+        quantization=quantization,
         tp=tp,
         rank=rank,
         dtype="bfloat16",
@@ -55,6 +56,26 @@ def test_weight_bytes_of_ranks_add_up_to_the_model_plus_what_is_replicated():
     ranks = [weight_bytes(spec, tp=8, rank=rank, dtype="bfloat16") for rank in range(8)]
     norms = (64 + 1) * 4096 * 2  # the layer norms are on every rank, everything else is split
     assert sum(ranks) == whole + 7 * norms
+
+
+def test_int8_weights_count_one_byte_and_a_scale_per_output():
+    spec = model(LayerSpec(mixer=MAMBA))
+    rows = (2 * 32 + 2 * 32 + 4) + HIDDEN + VOCAB  # in_proj, out_proj, head
+    elements = (2 * 32 + 2 * 32 + 4) * HIDDEN + HIDDEN * 32 + VOCAB * HIDDEN
+    plain = weight_bytes(spec, tp=1, rank=0, dtype="bfloat16")
+    quantized = weight_bytes(spec, tp=1, rank=0, dtype="bfloat16", quantization="int8")
+    assert plain - quantized == elements - 4 * rows
+    assert cost(spec).bytes - cost(spec, quantization="int8").bytes == elements - 4 * rows
+
+
+def test_a_tied_embedding_has_an_int8_head_beside_it():
+    plain = weight_bytes(model(tied=True), tp=1, rank=0, dtype="bfloat16")
+    quantized = weight_bytes(
+        model(tied=True), tp=1, rank=0, dtype="bfloat16", quantization="int8"
+    )
+    assert quantized - plain == VOCAB * HIDDEN + 4 * VOCAB
+    step = cost(model(tied=True)), cost(model(tied=True), quantization="int8")
+    assert step[0].bytes - step[1].bytes == VOCAB * HIDDEN - 4 * VOCAB
 
 
 def test_embeddings_and_head_alone_cost_the_rows_read():

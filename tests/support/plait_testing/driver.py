@@ -1,5 +1,7 @@
 """Drives ranks at the worker's own interface: teacher-forced, in any pieces and batches."""
 
+from typing import Literal
+
 import numpy as np
 import torch
 
@@ -30,6 +32,7 @@ class RankDriver:
         max_num_seqs: int = 16,
         max_model_len: int = 512,
         debug_poison: bool = True,
+        quantization: Literal["int8"] | None = None,
     ) -> None:
         self._executor = executor
         spec = load_spec(model_path)
@@ -48,6 +51,7 @@ class RankDriver:
                 max_model_len=max_model_len,
                 max_num_batched_tokens=64,
                 debug_poison=debug_poison,
+                quantization=quantization,
             )
         )
         executor.allocate(protocol.Allocate(plan=plan))
