@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.kernels.errors import BackendError, DtypeError, ShapeError
+from plait.kernels.rounding import StochasticRounding
 
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
@@ -71,6 +72,12 @@ class Arguments:
         """Check the bounds of R packed rows; R is known from an earlier tensor."""
         self.define("R+1", self["R"] + 1)
         self.check("cu_seqlens", cu_seqlens, "R+1", INT32)
+
+    def check_rounding(self, rounding: StochasticRounding | None, letter: str) -> None:
+        """Check the seeds and positions of the rows counted by `letter`."""
+        if rounding is not None:
+            self.check("rounding.seeds", rounding.seeds, letter, INT64)
+            self.check("rounding.positions", rounding.positions, letter, INT64)
 
     def check_head_map(
         self, name: str, value: Tensor | None, heads: str, targets: str, tensor: str

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.kernels.dtypes import accumulate_dtype
+from plait.kernels.rounding import StochasticRounding, store_state
 
 
 def selective_state_update(
@@ -20,10 +21,12 @@ def selective_state_update(
     read_slots: Tensor,
     write_slots: Tensor,
     D: Tensor | None = None,
+    z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     group_of_head: Tensor | None = None,
+    rounding: StochasticRounding | None = None,
 ) -> Tensor:
     dtype = accumulate_dtype(x.dtype)
     num_heads, num_groups = x.shape[1], B.shape[1]
@@ -31,6 +34,7 @@ def selective_state_update(
     for row in range(len(write_slots)):
         if write_slots[row] == 0:
             continue
+        new = torch.empty(state.shape[1:], dtype=dtype, device=x.device)  # (H, P, N)
         for head in range(num_heads):
             group = head // (num_heads // num_groups) if group_of_head is None else 0
             if group_of_head is not None:
@@ -50,6 +54,9 @@ def selective_state_update(
             y = h @ C[row, group].to(dtype)  # (P,)
             if D is not None:
                 y = y + D[head].to(dtype) * x_t
+            if z is not None:
+                y = y * F.silu(z[row, head].to(dtype))
             out[row, head] = y.to(x.dtype)
-            state[write_slots[row], head] = h.to(state.dtype)
+            new[head] = h
+        store_state(state[write_slots[row]], new, rounding, row)
     return out

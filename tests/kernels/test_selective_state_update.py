@@ -1,19 +1,33 @@
 """selective_state_update."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from plait.kernels.errors import DtypeError, ShapeError
+from plait.kernels.rounding import StochasticRounding
 from plait.kernels.selective_state_update import reference, selective_state_update
 from plait.kernels.ssd_scan import reference as scan_reference
 from plait.kernels.ssd_scan import ssd_scan
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-def update_inputs(make, num_rows, *, heads=4, groups=2, dtype=F32, state_dtype=F32):
+def update_inputs(
+    make,
+    num_rows,
+    *,
+    heads=4,
+    groups=2,
+    head_dim=5,
+    state_dim=7,
+    dtype=F32,
+    state_dtype=F32,
+):
     rows = make.decode_rows(num_rows)
-    head_dim, state_dim = 5, 7
     return rows | {
         "x": make.normal(num_rows, heads, head_dim, dtype=dtype),
         "dt": make.normal(num_rows, heads, dtype=dtype),
@@ -41,6 +55,122 @@ def update_inputs(make, num_rows, *, heads=4, groups=2, dtype=F32, state_dtype=F
 def test_is_as_exact_as_plain_torch(make, match, num_rows, dtype, state_dtype):
     inputs = update_inputs(make, num_rows, dtype=dtype, state_dtype=state_dtype)
     match(selective_state_update, reference.selective_state_update, inputs, ["state"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "state_dim"), [(1, 1), (1, 16), (3, 4), (4, 8), (9, 17), (64, 128), (7, 300)]
+)
+def test_any_shape_of_a_head(make, match, head_dim, state_dim):
+    inputs = update_inputs(make, 2, head_dim=head_dim, state_dim=state_dim, dtype=BF16)
+    match(selective_state_update, reference.selective_state_update, inputs, ["state"])
+
+
+@pytest.mark.parametrize("state_dim", [5, 16, 24])
+@pytest.mark.parametrize(("dtype", "state_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16)])
+def test_mamba1_is_a_head_of_one_channel_with_a_rate_per_state_element(
+    make, match, run, state_dim, dtype, state_dtype
+):
+    inputs = update_inputs(
+        make,
+        3,
+        heads=20,
+        groups=1,
+        head_dim=1,
+        state_dim=state_dim,
+        dtype=dtype,
+        state_dtype=state_dtype,
+    )
+    rates = inputs | {"A": -make.uniform(20, state_dim, low=0.1, high=4.0)}
+    ours = match(selective_state_update, reference.selective_state_update, rates, ["state"])
+    assert not torch.allclose(ours["out"], run(selective_state_update, inputs, ["state"])["out"])
+    same = inputs | {"A": inputs["A"][:, None].expand(20, state_dim)}
+    torch.testing.assert_close(
+        run(selective_state_update, same, ["state"])["out"],
+        run(selective_state_update, inputs, ["state"])["out"],
+        rtol=1e-2 if dtype == BF16 else 1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+def test_gate(make, match, run, dtype):
+    inputs = update_inputs(make, 3, dtype=dtype, state_dtype=F64 if dtype == F64 else F32)
+    gated = inputs | {"z": make.normal(3, 4, 5, dtype=dtype)}
+    ours = match(selective_state_update, reference.selective_state_update, gated, ["state"])
+    plain = run(selective_state_update, inputs, ["state"])
+    assert torch.equal(ours["state"].nan_to_num(), plain["state"].nan_to_num())
+    assert not torch.allclose(ours["out"], plain["out"])
+
+
+def test_arguments_may_be_columns_of_wider_matrices(make, run):
+    inputs = update_inputs(make, 3, dtype=BF16)
+    wide = make.normal(3, 100, dtype=BF16)
+    columns = {
+        "x": wide[:, :20].view(3, 4, 5),
+        "B": wide[:, 20:34].view(3, 2, 7),
+        "C": wide[:, 34:48].view(3, 2, 7),
+        "dt": wide[:, 50:54],
+        "z": wide[:, 60:80].view(3, 4, 5),
+    }
+    copies = {name: value.contiguous() for name, value in columns.items()}
+    for name, value in run(selective_state_update, inputs | columns, ["state"]).items():
+        other = run(selective_state_update, inputs | copies, ["state"])[name]
+        assert torch.equal(value.nan_to_num(), other.nan_to_num())
+
+
+def test_dtypes_may_be_mixed(make, match):
+    inputs = update_inputs(make, 3, dtype=BF16)
+    inputs["dt"] = inputs["dt"].float()
+    match(selective_state_update, reference.selective_state_update, inputs, ["state"])
+
+
+class TestStochasticRounding:
+    @pytest.fixture
+    def rounding(self, make):
+        return StochasticRounding(
+            seeds=make.int64(7, -1, 1 << 40),
+            positions=make.int64(0, 123, 1 << 33),
+            layer=5,
+            first_element=1000,
+        )
+
+    @pytest.mark.parametrize("state_dtype", [BF16, F16])
+    def test_bits_are_those_of_the_reference(self, make, run, state_dtype, rounding):
+        inputs = update_inputs(make, 3, state_dim=37, state_dtype=state_dtype)
+        inputs["dt_softplus"] = False
+        inputs["dt"] = make.uniform(3, 4, low=0.0, high=0.5)
+        inputs["A"] *= 0  # no exp, whose last bit differs
+        plain = run(selective_state_update, inputs, ["state"])
+        ours = run(selective_state_update, inputs | {"rounding": rounding}, ["state"])
+        expected = run(reference.selective_state_update, inputs | {"rounding": rounding}, ["state"])
+        assert torch.equal(ours["out"], plain["out"])
+        difference = (ours["state"] != expected["state"]) & ~expected["state"].isnan()
+        # Inputs that are a rounding apart may fall on either side of a random threshold.
+        assert difference.double().mean() < 1e-2
+        assert not torch.equal(ours["state"].nan_to_num(), plain["state"].nan_to_num())
+
+    def test_a_float32_state_is_not_touched(self, make, run, rounding):
+        inputs = update_inputs(make, 3)
+        plain = run(selective_state_update, inputs, ["state"])["state"]
+        ours = run(selective_state_update, inputs | {"rounding": rounding}, ["state"])["state"]
+        assert torch.equal(ours.nan_to_num(), plain.nan_to_num())
+
+    def test_bits_depend_on_neither_row_nor_slot(self, make, run, rounding):
+        inputs = update_inputs(make, 3, state_dtype=BF16) | {"rounding": rounding}
+        order = make.int64(2, 0, 1)
+        moved = inputs | {name: inputs[name][order] for name in ("x", "dt", "B", "C", "read_slots")}
+        moved["rounding"] = replace(
+            rounding, seeds=rounding.seeds[order], positions=rounding.positions[order]
+        )
+        first = run(selective_state_update, inputs, ["state"])["state"][inputs["write_slots"]]
+        second = run(selective_state_update, moved, ["state"])["state"][inputs["write_slots"]]
+        assert torch.equal(first[order], second)
+
+    def test_refuses_another_number_of_rows(self, make, rounding):
+        inputs = update_inputs(make, 3, state_dtype=BF16)
+        inputs["rounding"] = replace(rounding, seeds=make.int64(1, 2))
+        with pytest.raises(ShapeError, match=r"rounding.seeds: expected shape \(B=3\), got \(2,"):
+            selective_state_update(**inputs)
 
 
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
