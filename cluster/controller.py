@@ -80,6 +80,9 @@ def start_model(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             debug_poison=settings.debug_poison,
             quantization=settings.quantization,
+            rounding_seed=(settings.seed or 0)
+            if settings.mamba_ssm_rounding == "stochastic"
+            else None,
         )
     )
     _verify(layout, loaded)

@@ -319,7 +319,8 @@ def _render_head(report: PlanReport) -> str:
         ),
         (
             "dtypes",
-            f"weights {report.quantization or report.dtype}, kv {dtypes.kv}, conv {dtypes.conv}, ssm {dtypes.ssm}",
+            f"weights {report.quantization or report.dtype}, kv {dtypes.kv}, conv {dtypes.conv}, "
+            f"ssm {dtypes.ssm}",
         ),
         ("weights per rank", most if least == most else f"{least} to {most}"),
     ]

@@ -73,6 +73,9 @@ class EngineSettings(BaseModel):
     mamba_ssm_cache_dtype: CacheDtype = Field(
         "auto", description="dtype of the SSM state; auto is the checkpoint's, else float32"
     )
+    mamba_ssm_rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest", description="how an SSM state of 16 bits is rounded when it is stored"
+    )
     cache_memory: Bytes | None = Field(
         None, description="memory of the state cache per rank, e.g. 4GiB; default on CPU: 1GiB"
     )

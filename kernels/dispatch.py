@@ -51,16 +51,17 @@ _WITH_NATIVE: Final[Mapping[str, tuple[Backend, ...]]] = {"cpu": (NATIVE, TORCH)
 
 # op -> device type -> backends, best first
 CANDIDATES: Final[Mapping[str, Mapping[str, tuple[Backend, ...]]]] = {
-    "causal_conv1d": _PORTABLE,
+    "causal_conv1d": _WITH_NATIVE,
     "kv_write": _PORTABLE,
     "linear": _WITH_NATIVE,
-    "moe": _PORTABLE,
+    "moe": _WITH_NATIVE,
     "paged_attention": _PORTABLE,
-    "rms_norm": _PORTABLE,
-    "rms_norm_gated": _PORTABLE,
+    "rms_norm": _WITH_NATIVE,
+    "rms_norm_gated": _WITH_NATIVE,
     "rotary": _PORTABLE,
-    "selective_state_update": _PORTABLE,
-    "ssd_scan": _PORTABLE,
+    "selective_state_update": _WITH_NATIVE,
+    "silu_and_mul": _WITH_NATIVE,
+    "ssd_scan": _WITH_NATIVE,
 }
 
 

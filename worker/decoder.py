@@ -28,7 +28,8 @@ class Decoder:
 
     Activations are replicated over ranks; every mixer and ffn gives this rank's part of a sum,
     which is reduced once per residual branch. `parameters` belongs to the decoder from then on:
-    weights in it are replaced by their packed form.
+    weights in it are replaced by their packed form. With a `rounding_seed` SSM states of 16 bits
+    are rounded stochastically.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Decoder:
         *,
         decodable_vocab_size: int,
         quantization: Quantization | None = None,
+        rounding_seed: int | None = None,
     ) -> None:
         self._spec = spec
         self._layout = layout
@@ -67,7 +69,14 @@ class Decoder:
             if layer.attention is not None and (rope := layer.attention.rope) is not None
         }
         self._layers = [
-            _DecoderLayer(layer, under(f"layers.{index}."), group, index=index, layout=layout)
+            _DecoderLayer(
+                layer,
+                under(f"layers.{index}."),
+                group,
+                index=index,
+                layout=layout,
+                rounding_seed=rounding_seed,
+            )
             for index, layer in enumerate(spec.layers)
         ]
         self._branches = [branch for layer in self._layers for branch in layer.branches()]
@@ -153,6 +162,7 @@ class _DecoderLayer:
         *,
         index: int,
         layout: CacheLayout,
+        rounding_seed: int | None,
     ) -> None:
         self._scale = spec.residual_multiplier
         self._input_norm = parameters.tensor("input_norm")
@@ -168,7 +178,9 @@ class _DecoderLayer:
             else None
         )
         self._mamba2 = (
-            Mamba2Layer(spec.mamba2, parameters, group, layer=index) if spec.mamba2 else None
+            Mamba2Layer(spec.mamba2, parameters, group, layer=index, rounding_seed=rounding_seed)
+            if spec.mamba2
+            else None
         )
         self._ffn = build_ffn(spec.ffn, parameters)
 

@@ -20,6 +20,7 @@ class Load(Message, frozen=True, kw_only=True):
     """Read this rank's slices of a checkpoint, build the layers and compare them with `layout`.
 
     `decodable_vocab_size` is how many ids the tokenizer can decode: no other id is ever sampled.
+    With a `rounding_seed` SSM states of 16 bits are rounded stochastically.
     """
 
     model_path: str
@@ -31,6 +32,7 @@ class Load(Message, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     debug_poison: bool = False
     quantization: Literal["int8"] | None = None
+    rounding_seed: int | None = None
 
 
 class Loaded(Message, frozen=True, kw_only=True):

@@ -71,6 +71,7 @@ class Rank:
             self._group,
             decodable_vocab_size=request.decodable_vocab_size,
             quantization=request.quantization,
+            rounding_seed=request.rounding_seed,
         )
         differences = compare_sections(layout_sections(layout, rank=rank), decoder.sections())
         if differences:

@@ -1,13 +1,13 @@
 """Checks and dispatch of causal_conv1d.
 
-T packed tokens, R rows, B decode batch, C channels, W conv width, S slots.
+T packed tokens, R rows, B decode batch, C channels, W conv width, S slots, E checkpoints.
 """
 
 from typing import Final, Literal
 
 from torch import Tensor
 
-from plait.kernels.arguments import BOOL, Arguments
+from plait.kernels.arguments import BOOL, INT64, Arguments
 from plait.kernels.dispatch import implementation
 from plait.kernels.dtypes import FLOATS
 from plait.kernels.errors import KernelError, ShapeError
@@ -28,10 +28,12 @@ def causal_conv1d_prefill(
     write_slots: Tensor,
     has_initial_state: Tensor,
     activation: Activation = "silu",
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
 ) -> Tensor:
     """Convolve the tokens of every row and leave its last W-1 inputs in its write slot.
 
-    No row may read a slot that another row writes.
+    No row may read a slot that another row writes, or that a checkpoint does.
 
     Args:
         x: (T, C), any float dtype; tokens past the last row are ignored.
@@ -43,6 +45,9 @@ def causal_conv1d_prefill(
         write_slots: (R,) int64; 0 marks a null row: nothing is loaded or stored.
         has_initial_state: (R,) bool; where False the inputs before the row are zeros.
         activation: applied to the output.
+        checkpoint_tokens: (E,) int64 ascending indices of packed tokens; the state after each of
+            them is stored too, as if its row ended there.
+        checkpoint_slots: (E,) int64, where; 0 and tokens outside of live rows store nothing.
     Returns:
         (T, C) in the dtype of `x`, 0 in null rows; sums are kept in float32 (float64 for float64).
     Raises:
@@ -54,6 +59,11 @@ def causal_conv1d_prefill(
     args.check_slots(read_slots, write_slots, "R")
     args.check_rows(cu_seqlens)
     args.check("has_initial_state", has_initial_state, "R", BOOL)
+    if (checkpoint_tokens is None) != (checkpoint_slots is None):
+        raise KernelError("checkpoint_tokens, checkpoint_slots: expected both or none")
+    if checkpoint_tokens is not None and checkpoint_slots is not None:
+        args.check("checkpoint_tokens", checkpoint_tokens, "E", INT64)
+        args.check("checkpoint_slots", checkpoint_slots, "E", INT64)
     out: Tensor = implementation("causal_conv1d", x.device).causal_conv1d_prefill(
         x,
         weight,
@@ -64,6 +74,8 @@ def causal_conv1d_prefill(
         write_slots=write_slots,
         has_initial_state=has_initial_state,
         activation=activation,
+        checkpoint_tokens=checkpoint_tokens,
+        checkpoint_slots=checkpoint_slots,
     )
     return out
 

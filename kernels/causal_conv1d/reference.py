@@ -20,8 +20,13 @@ def causal_conv1d_prefill(
     write_slots: Tensor,
     has_initial_state: Tensor,
     activation: Literal["silu"] | None = "silu",
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
 ) -> Tensor:
     dtype = accumulate_dtype(x.dtype)
+    checkpoints = {}
+    if checkpoint_tokens is not None and checkpoint_slots is not None:
+        checkpoints = dict(zip(checkpoint_tokens.tolist(), checkpoint_slots.tolist(), strict=True))
     out = torch.zeros_like(x)
     for row in range(len(write_slots)):
         if write_slots[row] == 0:
@@ -33,6 +38,8 @@ def causal_conv1d_prefill(
             window = torch.cat([inputs, x[token : token + 1].to(dtype)])  # (W, C)
             out[token] = _filter(window, weight.to(dtype), bias, activation)
             inputs = window[1:]
+            if checkpoints.get(token, 0) != 0:
+                state[checkpoints[token]] = inputs.to(state.dtype)
         state[write_slots[row]] = inputs.to(state.dtype)
     return out
 

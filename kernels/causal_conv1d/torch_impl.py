@@ -1,6 +1,7 @@
 """causal_conv1d as one shifted multiply-add per tap; arguments as in op.py.
 
-T packed tokens, R rows, B decode batch, L tokens of a row, C channels, W conv width, S slots.
+T packed tokens, R rows, B decode batch, L tokens of a row, C channels, W conv width, S slots,
+E checkpoints.
 """
 
 from typing import Literal
@@ -24,8 +25,14 @@ def causal_conv1d_prefill(
     write_slots: Tensor,
     has_initial_state: Tensor,
     activation: Literal["silu"] | None = "silu",
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
 ) -> Tensor:
     dtype = accumulate_dtype(x.dtype)
+    checkpoints: list[tuple[int, int]] = []
+    if checkpoint_tokens is not None and checkpoint_slots is not None:
+        pairs = zip(checkpoint_tokens.tolist(), checkpoint_slots.tolist(), strict=True)
+        checkpoints = [(token, slot) for token, slot in pairs if slot != 0]
     out = x.new_zeros(x.shape)
     for row in live_rows(cu_seqlens, read_slots, write_slots, has_initial_state):
         length = row.stop - row.start
@@ -35,6 +42,10 @@ def causal_conv1d_prefill(
         window[state.shape[1] :] = x[row.start : row.stop]
         out[row.start : row.stop] = _convolve(window, weight, bias, activation)
         state[row.write_slot] = window[length:]
+        for token, slot in checkpoints:
+            if row.start <= token < row.stop:
+                end = token - row.start + 1  # of the row if it ended there
+                state[slot] = window[end : end + state.shape[1]]
     return out
 
 

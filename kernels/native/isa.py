@@ -1,5 +1,6 @@
 """The instruction sets that the C kernels are built for, and the best one of this CPU."""
 
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from plait.kernels.errors import BackendError
 
 ISA_VARIABLE: Final = "PLAIT_NATIVE_ISA"
 
+logger = logging.getLogger(__name__)
+
 _AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-_AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +63,13 @@ def chosen_isa() -> Isa:
     Raises:
         BackendError: the variable names no instruction set, or one that this CPU lacks.
     """
-    runnable = [isa for isa in ISAS.values() if isa.runs_here]
-    name = os.environ.get(ISA_VARIABLE)
-    if not name:
-        return runnable[0]
-    for isa in runnable:
-        if isa.name == name:
-            return isa
-    names = ", ".join(isa.name for isa in runnable)
-    raise BackendError(f"{ISA_VARIABLE}: expected one of {names} on this CPU, got {name!r}")
+    runnable = {isa.name: isa for isa in ISAS.values() if isa.runs_here}
+    name = os.environ.get(ISA_VARIABLE) or next(iter(runnable))
+    if name not in runnable:
+        names = ", ".join(runnable)
+        raise BackendError(f"{ISA_VARIABLE}: expected one of {names} on this CPU, got {name!r}")
+    logger.info("C kernels use the instruction set %s", name)
+    return runnable[name]
 
 
 @cache

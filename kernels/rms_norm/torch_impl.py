@@ -19,7 +19,7 @@ def add_rms_norm(
     branch: Tensor, residual: Tensor, weight: Tensor, *, eps: float, scale: float = 1.0
 ) -> Tensor:
     dtype = accumulate_dtype(torch.promote_types(branch.dtype, residual.dtype))
-    total = residual.to(dtype).add_(branch, alpha=scale)  # (T, D), the residual itself if it is wide
+    total = residual.to(dtype).add_(branch, alpha=scale)  # the residual itself if it is wide
     if total is not residual:
         residual.copy_(total)
     return rms_norm(residual.to(branch.dtype), weight, eps=eps)

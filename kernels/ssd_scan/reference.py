@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.kernels.dtypes import accumulate_dtype
+from plait.kernels.rounding import StochasticRounding, store_state
 
 
 def ssd_scan(
@@ -27,6 +28,10 @@ def ssd_scan(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     group_of_head: Tensor | None = None,
     chunk_size: int = 64,
+    z: Tensor | None = None,
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    rounding: StochasticRounding | None = None,
 ) -> Tensor:
     del chunk_size  # the recurrence has no chunks
     dtype = accumulate_dtype(x.dtype)
@@ -34,6 +39,10 @@ def ssd_scan(
     group = [h // (num_heads // num_groups) for h in range(num_heads)]
     if group_of_head is not None:
         group = group_of_head.tolist()
+    exports: dict[int, list[int]] = {}  # token -> slots
+    if checkpoint_tokens is not None and checkpoint_slots is not None:
+        for token, slot in zip(checkpoint_tokens.tolist(), checkpoint_slots.tolist(), strict=True):
+            exports.setdefault(token, []).append(slot)
     out = torch.zeros_like(x)
     for row in range(len(write_slots)):
         if write_slots[row] == 0:
@@ -56,6 +65,12 @@ def ssd_scan(
             y = (h * C_t[:, None, :]).sum(dim=-1)  # (H, P)
             if D is not None:
                 y = y + D.to(dtype)[:, None] * x_t
+            if z is not None:
+                y = y * F.silu(z[t].to(dtype))
             out[t] = y.to(x.dtype)
-        state[write_slots[row]] = h.to(state.dtype)
+            for slot in exports.get(t, ()):
+                if slot != 0:
+                    store_state(state[slot], h, rounding, row, offset=t - int(cu_seqlens[row]))
+        last = int(cu_seqlens[row + 1]) - int(cu_seqlens[row]) - 1
+        store_state(state[write_slots[row]], h, rounding, row, offset=last)
     return out

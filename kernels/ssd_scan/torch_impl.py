@@ -5,12 +5,16 @@ In a chunk y_i = sum_{j<=i} exp(decay_{j+1..i}) step_j (C_i . B_j) x_j + exp(dec
 """
 
 import math
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.kernels.dtypes import accumulate_dtype
 from plait.kernels.heads import regular_head_map
+from plait.kernels.rounding import StochasticRounding, store_state
 from plait.kernels.rows import live_rows
 from plait.kernels.step_size import discretise_step
 
@@ -33,19 +37,25 @@ def ssd_scan(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     group_of_head: Tensor | None = None,
     chunk_size: int = 64,
+    z: Tensor | None = None,
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    rounding: StochasticRounding | None = None,
 ) -> Tensor:
     dtype = accumulate_dtype(x.dtype)
     if group_of_head is None:
         group_of_head = regular_head_map(x.shape[1], B.shape[1], x.device)
     step = discretise_step(dt, dt_bias, dt_softplus, dt_limit, dtype)  # (T, H)
     log_decay = step * A.to(dtype)  # (T, H)
+    checkpoints = _by_token(checkpoint_tokens, checkpoint_slots)
     out = x.new_zeros(x.shape)
-    for row in live_rows(cu_seqlens, read_slots, write_slots, has_initial_state):
+    rows = live_rows(cu_seqlens, read_slots, write_slots, has_initial_state)
+    indices: list[int] = write_slots.nonzero().flatten().tolist()
+    for row_idx, row in zip(indices, rows, strict=True):
         h = x.new_zeros(state.shape[1:], dtype=dtype)  # (H, P, N)
         if row.read_slot != 0:
             h.copy_(state[row.read_slot])
-        for start in range(row.start, row.stop, chunk_size):
-            chunk = slice(start, min(start + chunk_size, row.stop))
+        for chunk in _chunks(row.start, row.stop, chunk_size, checkpoints):
             inputs = x[chunk].to(dtype)  # (L, H, P)
             y = _scan_chunk(
                 (inputs * step[chunk, :, None]).transpose(0, 1),
@@ -57,9 +67,33 @@ def ssd_scan(
             ).transpose(0, 1)
             if D is not None:
                 y = y + D.to(dtype)[:, None] * inputs
+            if z is not None:
+                y = y * F.silu(z[chunk].to(dtype))
             out[chunk] = y
-        state[row.write_slot] = h
+            for slot in checkpoints.get(chunk.stop - 1, ()):
+                offset = chunk.stop - 1 - row.start
+                store_state(state[slot], h, rounding, row_idx, offset=offset)
+        offset = row.stop - 1 - row.start
+        store_state(state[row.write_slot], h, rounding, row_idx, offset=offset)
     return out
+
+
+def _by_token(tokens: Tensor | None, slots: Tensor | None) -> dict[int, list[int]]:
+    """The slots to store the state in, by the token that it is stored after."""
+    checkpoints: dict[int, list[int]] = {}
+    if tokens is not None and slots is not None:
+        for token, slot in zip(tokens.tolist(), slots.tolist(), strict=True):
+            if slot != 0:
+                checkpoints.setdefault(token, []).append(slot)
+    return checkpoints
+
+
+def _chunks(start: int, stop: int, size: int, checkpoints: Iterable[int]) -> Iterator[slice]:
+    """Runs of at most `size` tokens, the last of which only may be a checkpoint."""
+    cuts = [token + 1 for token in checkpoints if start <= token < stop - 1]
+    for first, last in pairwise([start, *cuts, stop]):
+        for begin in range(first, last, size):
+            yield slice(begin, min(begin + size, last))
 
 
 def _scan_chunk(

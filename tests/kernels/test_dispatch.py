@@ -39,18 +39,34 @@ def test_every_op_folder_is_a_candidate():
     assert set(dispatch.CANDIDATES) == folders
 
 
-@pytest.mark.parametrize("op", dispatch.CANDIDATES)
-@pytest.mark.parametrize("backend", ["torch_impl", "reference"])
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        (op, backend.module)
+        for op, by_type in dispatch.CANDIDATES.items()
+        for backend in dict.fromkeys(
+            (*by_type["cpu"], *by_type["cuda"], dispatch.TORCH, dispatch.REFERENCE)
+        )
+    ],
+)
 def test_every_backend_has_the_public_functions_of_its_op(op, backend):
     public = importlib.import_module(f"plait.kernels.{op}").__all__
     module = importlib.import_module(f"plait.kernels.{op}.{backend}")
     assert all(callable(getattr(module, name)) for name in public)
 
 
-def test_torch_runs_every_op_on_cpu():
+def test_the_first_candidate_of_every_op_runs_on_cpu():
+    expected = {op: by_type["cpu"][0].name for op, by_type in dispatch.CANDIDATES.items()}
+    assert dispatch.chosen_backends(CPU) == expected
+    module = dispatch.implementation("rms_norm", CPU)
+    assert module.__name__ == "plait.kernels.rms_norm.native"
+
+
+def test_environment_chooses_torch(monkeypatch):
+    choose_by_environment(monkeypatch, "torch")
     assert set(dispatch.chosen_backends(CPU).values()) == {"torch"}
-    module = dispatch.implementation("rotary", CPU)
-    assert module.__name__ == "plait.kernels.rotary.torch_impl"
+    module = dispatch.implementation("rms_norm", CPU)
+    assert module.__name__ == "plait.kernels.rms_norm.torch_impl"
 
 
 def test_environment_chooses_the_reference(monkeypatch):
@@ -74,7 +90,7 @@ def test_environment_is_read_once(monkeypatch):
 
 def test_unknown_backend_is_refused(monkeypatch):
     choose_by_environment(monkeypatch, "fortran")
-    message = "PLAIT_KERNEL_BACKEND: expected one of reference, torch, got 'fortran'"
+    message = "PLAIT_KERNEL_BACKEND: expected one of native, reference, torch, got 'fortran'"
     with pytest.raises(BackendError, match=message):
         dispatch.implementation("rotary", CPU)
 

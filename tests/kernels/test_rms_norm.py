@@ -124,9 +124,7 @@ ADD_DTYPES = [
 
 @pytest.mark.parametrize(("dtype", "residual_dtype", "weight_dtype"), ADD_DTYPES)
 @pytest.mark.parametrize("options", [{}, {"scale": 0.22}], ids=["", "scale"])
-def test_add_is_as_exact_as_plain_torch(
-    make, match, dtype, residual_dtype, weight_dtype, options
-):
+def test_add_is_as_exact_as_plain_torch(make, match, dtype, residual_dtype, weight_dtype, options):
     dtypes = {"dtype": dtype, "residual_dtype": residual_dtype, "weight_dtype": weight_dtype}
     inputs = add_inputs(make, 7, 133, **dtypes) | options
     results = match(add_rms_norm, reference.add_rms_norm, inputs, ["residual"])

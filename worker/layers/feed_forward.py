@@ -1,10 +1,10 @@
 """Feed-forward layers of one rank: gated MLP and routed experts."""
 
 import torch
-from torch.nn.functional import silu
 
 from plait.kernels.linear import linear
 from plait.kernels.moe import moe
+from plait.kernels.silu_and_mul import silu_and_mul
 from plait.worker.layers.parameters import LayerParameters
 from plait.worker.spec import Ffn, Mlp, Moe, split_range
 
@@ -25,8 +25,7 @@ class MlpLayer:
         self.out_bias = parameters.scaled("mlp.out_proj_bias", spec.down_multiplier)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(x, self._in).chunk(2, dim=-1)
-        return linear(silu(gate) * up, self._out)
+        return linear(silu_and_mul(linear(x, self._in)), self._out)
 
 
 class MoeLayer:

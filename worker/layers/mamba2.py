@@ -1,15 +1,15 @@
 """Mamba-2 mixer of one rank: projection, convolution, scan or update, gated norm, projection."""
 
 import torch
-from torch.nn.functional import silu
 
 from plait.kernels.causal_conv1d import causal_conv1d_prefill, causal_conv1d_update
 from plait.kernels.linear import linear
 from plait.kernels.rms_norm_gated import grouped_sum_squares, rms_norm_gated
+from plait.kernels.rounding import StochasticRounding
 from plait.kernels.selective_state_update import selective_state_update
 from plait.kernels.ssd_scan import ssd_scan
 from plait.worker.arena import Arena
-from plait.worker.batch import Batch
+from plait.worker.batch import Batch, DecodeBatch, PrefillBatch
 from plait.worker.collectives import TensorParallel
 from plait.worker.layers.parameters import LayerParameters
 from plait.worker.plan import STATE, SectionShape
@@ -20,10 +20,17 @@ class Mamba2Layer:
     """Mamba-2 over this rank's heads; the result is a partial sum over ranks, without bias."""
 
     def __init__(
-        self, spec: Mamba2, parameters: LayerParameters, group: TensorParallel, *, layer: int
+        self,
+        spec: Mamba2,
+        parameters: LayerParameters,
+        group: TensorParallel,
+        *,
+        layer: int,
+        rounding_seed: int | None = None,
     ) -> None:
         self._spec = spec
         self._layer = layer
+        self._rounding_seed = rounding_seed
         self._shard = spec.shard(tp=parameters.tp, rank=parameters.rank)
         self._in = parameters.linear(
             "mamba2.in_proj",
@@ -69,20 +76,23 @@ class Mamba2Layer:
         gate, conv_in, dt = torch.split(
             linear(x, self._in), [shard.inner_dim, shard.conv_dim, shard.heads.num_heads], dim=-1
         )
+        # Without a norm the gate is applied where the output is still in registers.
+        z = gate.view(len(gate), -1, self._spec.head_dim) if self._norm is None else None
         parts, start = [], 0
-        if batch.prefill is not None:
-            start = batch.prefill.num_tokens
-            parts.append(self._prefill(conv_in[:start], dt[:start], batch))
-        if batch.decode is not None:
-            parts.append(self._decode(conv_in[start:], dt[start:], batch))
+        if (prefill := batch.prefill) is not None:
+            start = prefill.num_tokens
+            gated = None if z is None else z[:start]
+            parts.append(self._prefill(conv_in[:start], dt[:start], gated, prefill))
+        if (decode := batch.decode) is not None:
+            gated = None if z is None else z[start:]
+            parts.append(self._decode(conv_in[start:], dt[start:], gated, decode))
         y = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
-        y = y * silu(gate) if self._norm is None else self._norm(y, gate)
-        return linear(y, self._out)
+        return linear(y if self._norm is None else self._norm(y, gate), self._out)
 
-    def _prefill(self, conv_in: torch.Tensor, dt: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _prefill(
+        self, conv_in: torch.Tensor, dt: torch.Tensor, z: torch.Tensor | None, prefill: PrefillBatch
+    ) -> torch.Tensor:
         """(T, conv), (T, H) -> (T, H, P) for the prefill rows."""
-        prefill = batch.prefill
-        assert prefill is not None
         convolved = causal_conv1d_prefill(
             conv_in,
             self._conv,
@@ -106,15 +116,17 @@ class Mamba2Layer:
             write_slots=prefill.slots,
             has_initial_state=prefill.has_initial_state,
             D=self._skip,
+            z=z,
             dt_bias=self._dt_bias,
             dt_limit=self._spec.dt_limit,
             group_of_head=self._group_of_head,
+            rounding=self._rounding(prefill.context_lens),
         )
 
-    def _decode(self, conv_in: torch.Tensor, dt: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _decode(
+        self, conv_in: torch.Tensor, dt: torch.Tensor, z: torch.Tensor | None, decode: DecodeBatch
+    ) -> torch.Tensor:
         """(B, conv), (B, H) -> (B, H, P) for the decode rows."""
-        decode = batch.decode
-        assert decode is not None
         convolved = causal_conv1d_update(
             conv_in,
             self._conv,
@@ -134,9 +146,26 @@ class Mamba2Layer:
             read_slots=decode.slots,
             write_slots=decode.slots,
             D=self._skip,
+            z=z,
             dt_bias=self._dt_bias,
             dt_limit=self._spec.dt_limit,
             group_of_head=self._group_of_head,
+            rounding=self._rounding(decode.seq_lens - 1),
+        )
+
+    def _rounding(self, positions: torch.Tensor) -> StochasticRounding | None:
+        """Random bits for the states after the tokens from `positions` (R,) on, if asked for.
+
+        All sequences share one seed: what a sequence computes depends on its own tokens alone.
+        """
+        if self._rounding_seed is None:
+            return None
+        spec, heads = self._spec, self._shard.heads
+        return StochasticRounding(
+            seeds=torch.full_like(positions, self._rounding_seed, dtype=torch.int64),
+            positions=positions.long(),
+            layer=self._layer,
+            first_element=heads.start * spec.head_dim * spec.state_dim,
         )
 
     def _split(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

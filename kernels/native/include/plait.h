@@ -256,3 +256,46 @@ INLINE vf silu(vf x) { return x * sigmoid(x); }
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 INLINE void prefetch(const void *address) { __builtin_prefetch(address, 0, 3); }
+
+// log(1 + e^x) = max(x, 0) + log(1 + u) with u = e^-|x|, and log(1 + u) is twice the inverse
+// hyperbolic tangent of u / (2 + u).
+INLINE vf vsoftplus(vf x) {
+    vf u = vexp(choose(x > 0.0f, -x, x));
+    vf t = u / (u + 2.0f), square = t * t;
+    vf p = splat(1.0f / 13);
+    p = p * square + 1.0f / 11;
+    p = p * square + 1.0f / 9;
+    p = p * square + 1.0f / 7;
+    p = p * square + 1.0f / 5;
+    p = p * square + 1.0f / 3;
+    return choose(x > 0.0f, x, (vf){0}) + 2.0f * t * (square * p + 1.0f);
+}
+
+// ---- squares of LANES vectors -----------------------------------------------------------------
+
+#if LANES == 16
+#define LANE_NUMBERS ((vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#elif LANES == 8
+#define LANE_NUMBERS ((vi){0, 1, 2, 3, 4, 5, 6, 7})
+#else
+#define LANE_NUMBERS ((vi){0, 1, 2, 3})
+#endif
+
+// Swaps, in every block of 2 distance rows and lanes, the upper right and the lower left quarter.
+INLINE void swap_quarters(vf square[LANES], int distance) {
+    vi is_right = (LANE_NUMBERS & distance) != 0;  // -1 or 0
+    vi upper = LANE_NUMBERS + (is_right & (LANES - distance)), lower = upper + distance;
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++)
+        if ((r & distance) == 0) {
+            vf a = square[r], b = square[r + distance];
+            square[r] = __builtin_shuffle(a, b, upper);
+            square[r + distance] = __builtin_shuffle(a, b, lower);
+        }
+}
+INLINE void transpose(vf square[LANES]) {
+    if (LANES > 8) swap_quarters(square, 8);
+    if (LANES > 4) swap_quarters(square, 4);
+    swap_quarters(square, 2);
+    swap_quarters(square, 1);
+}
