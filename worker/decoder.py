@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import embedding, pad
 
-from plait.kernels.linear import linear, pack_weight
+from plait.kernels.linear import linear
 from plait.kernels.linear.packed import Quantization
 from plait.kernels.rms_norm import add_rms_norm, rms_norm
 from plait.worker.arena import Arena
@@ -55,11 +55,9 @@ class Decoder:
         model = under("")
         self._embedding = model.tensor("embedding")
         self._dtype = self._embedding.dtype
-        if spec.tie_embeddings:  # looked up by row, multiplied with in packed form
-            self._head = pack_weight(self._embedding, quantization=quantization)
-            parameters["head"] = self._head
-        else:
-            self._head = model.linear("head")
+        if spec.tie_embeddings:  # looked up by row, multiplied with in a packed form of its own
+            parameters["head"] = self._embedding
+        self._head = model.linear("head", out_multiplier=spec.logits_multiplier)
         self._vocab = vocab_range(spec.vocab_size, tp=group.size, rank=group.rank)
         self._vocab_per_rank = -(-spec.vocab_size // group.size)
         self._decodable = min(decodable_vocab_size, spec.vocab_size)
@@ -134,9 +132,8 @@ class Decoder:
         if self._group.size > 1:
             logits = pad(logits, (0, self._vocab_per_rank - logits.shape[-1]))
             logits = self._group.all_gather(logits)[:, : self._spec.vocab_size]
-        if self._spec.logits_multiplier != 1.0:
-            logits *= self._spec.logits_multiplier
-        logits[:, self._decodable :] = -torch.inf
+        if self._decodable < logits.shape[-1]:
+            logits[:, self._decodable :] = -torch.inf
         return logits
 
 

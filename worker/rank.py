@@ -123,11 +123,12 @@ class Rank:
         batch = seats.batch(step)
         logits = self._decoder.forward(batch)
         specs = [seats.sampling[seat] for seat in batch.sampled_seats]
-        tokens = sample(logits, specs, batch.sampled_positions)
+        best = logits.max(dim=-1)  # NaN where a row has one
+        tokens = sample(logits, specs, batch.sampled_positions, likeliest=best.indices)
         if not step.all_logits:
             index = torch.tensor(batch.sampled_seats, dtype=torch.int64, device=self._device)
             seats.last_tokens[index] = tokens
-        finite = (logits.amax(dim=-1).isfinite() & ~logits.isnan().any(dim=-1)).tolist()
+        finite = best.values.isfinite().tolist()
         token_ids = tuple(tokens.tolist())
         if self._group.rank != 0:
             return protocol.StepOutput(step=step.step, token_digest=token_digest(token_ids))

@@ -28,7 +28,11 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(
-    logits: torch.Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]
+    logits: torch.Tensor,
+    specs: Sequence[SamplingSpec],
+    positions: Sequence[int],
+    *,
+    likeliest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw one token per row.
 
@@ -36,6 +40,7 @@ def sample(
         logits: (R, V) float32; ids that must never be drawn are -inf already.
         specs: how to draw, one per row.
         positions: (R,) absolute position of the token to be drawn.
+        likeliest: (R,) the index of the largest logit of each row, if that is known already.
     Returns:
         (R,) int64 token ids. A row with non-finite logits gets some id; the caller checks.
     """
@@ -50,9 +55,11 @@ def sample(
         rows, tokens = zip(*banned, strict=True)
         logits = logits.clone()
         logits[list(rows), list(tokens)] = -torch.inf
-    result = logits.argmax(dim=-1)
+        likeliest = None
+    result = logits.argmax(dim=-1) if likeliest is None else likeliest
     drawn = [row for row, spec in enumerate(specs) if spec.temperature > 0]
     if drawn:
+        result = result.clone()
         index = torch.tensor(drawn, device=logits.device)
         result[index] = _draw(
             logits[index], [specs[row] for row in drawn], [positions[row] for row in drawn]
