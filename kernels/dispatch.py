@@ -52,13 +52,14 @@ _WITH_NATIVE: Final[Mapping[str, tuple[Backend, ...]]] = {"cpu": (NATIVE, TORCH)
 # op -> device type -> backends, best first
 CANDIDATES: Final[Mapping[str, Mapping[str, tuple[Backend, ...]]]] = {
     "causal_conv1d": _WITH_NATIVE,
-    "kv_write": _PORTABLE,
+    "kv_write": _WITH_NATIVE,
     "linear": _WITH_NATIVE,
     "moe": _WITH_NATIVE,
     "paged_attention": _PORTABLE,
     "rms_norm": _WITH_NATIVE,
     "rms_norm_gated": _WITH_NATIVE,
-    "rotary": _PORTABLE,
+    "rotary": _WITH_NATIVE,
+    "selective_scan": _WITH_NATIVE,
     "selective_state_update": _WITH_NATIVE,
     "silu_and_mul": _WITH_NATIVE,
     "ssd_scan": _WITH_NATIVE,

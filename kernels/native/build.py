@@ -91,11 +91,17 @@ def unavailable() -> str:
 def cache_folder() -> Path:
     """Where libraries are looked for; created if that is possible."""
     named = os.environ.get(CACHE_VARIABLE)
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(named) if named else Path(home).expanduser() / "plait" / "native"
+    folder = Path(named) if named else _user_cache_folder() / "plait" / "native"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _user_cache_folder() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # a user without a home
+        return Path("/nonexistent")
 
 
 def is_writable(folder: Path) -> bool:

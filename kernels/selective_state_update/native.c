@@ -1,175 +1,244 @@
-// selective_state_update; arguments as in op.py. B batch, H heads, G groups, P head dim, N state dim.
+// selective_state_update; arguments as in op.py.
 //
-// The states are most of what a decode step moves, so each is read and written once, in place, in
-// the order of memory: decay, input, output, skip and gate are all of one pass.
+// B batch, H heads, G groups, P head dim, N state dim, S slots. A line is the N elements of a state
+// that make one output; the lines of a row follow one another in memory, as their inputs and
+// outputs (H, P) do. The states are most of what a decode step moves: each is read and written once, in the
+// order of memory. Lines go one by one, for a few at a time are a few streams, which memory serves
+// at half the speed; the sums of LANES lines are added up together.
 #include <stdlib.h>
 
+#include "decay.h"
 #include "rounding.h"
 
-#define ROWS 4  // rows of a state that go through N together: they share loads of B and C
+#define BLOCK 64           // lines that are a unit of work, unless a head has more
+#define BYTES_AHEAD 1024   // of what is prefetched
+#define PARALLEL_WORK (1 << 15)
+
+struct rows {
+    const void *data;
+    int64_t stride;  // elements between rows of the batch
+};
 
 struct update {
-    const void *x, *dt, *B, *C, *z;
-    int64_t x_stride, dt_stride, B_stride, C_stride, z_stride;  // between rows of the batch
+    struct rows x, dt, B, C, z;
     const float *A, *D, *dt_bias;
-    bool A_by_state;  // A is (H, N), not (H)
-    const void *state;
+    void *state, *out;
     int64_t slot_stride;
     const int64_t *read_slots, *write_slots, *group_of_head;
     int64_t batch, heads, groups, head_dim, state_dim;
-    bool dt_softplus;
-    float dt_least, dt_most;
-    void *out;
+    enum dtype dtype, state_dtype;
+    bool A_by_state;  // A is (H, N), not (H)
+    bool softplus;
+    float least_step, greatest_step;
     struct rounding rounding;
 };
 
-// The constants of a compiled variant.
-struct formats {
-    enum dtype activation, state;
-    bool A_by_state, is_stochastic, is_fresh;
+// Scratch of one thread.
+struct work {
+    float *B, *C;        // (N) of `group` of `row`, filled up with zeros to whole vectors
+    int64_t row, group;
+    // By head of a block: the step size, and what multiplies the state or, where A has N rates, the
+    // step size again.
+    float steps[BLOCK], factors[BLOCK];
 };
 
-INLINE float step_size(const struct update *u, enum dtype dtype, int64_t row, int64_t head) {
-    float step = load_one(u->dt, dtype, row * u->dt_stride + head);
-    if (u->dt_bias) step += u->dt_bias[head];
-    if (u->dt_softplus) step = softplus(step);
-    return fminf(fmaxf(step, u->dt_least), u->dt_most);
-}
+// The constants of a compiled variant.
+struct variant {
+    enum dtype state;
+    bool is_stochastic, A_by_state;
+};
 
-// Rows p to p + rows of the state of one head. B, C and decay are floats of N elements.
-INLINE void advance_rows(const struct update *u, struct formats f, int rows, const void *old,
-                         void *state, const float *inputs, float decay, const float *decays,
-                         const float *B, const float *C, float *y, uint32_t key,
-                         int64_t first_element) {
-    int64_t N = u->state_dim;
-    vf sums[ROWS] = {{0}};
-    for (int64_t n = 0; n < N; n += LANES) {
-        int64_t count = N - n;
-        vf b = load(B, FLOAT32, n), c = load(C, FLOAT32, n);
-        vf a = f.A_by_state ? load(decays, FLOAT32, n) : splat(decay);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            int64_t at_row = r * N + n;
-            vf h = b * inputs[r];
-            if (!f.is_fresh) {
-                prefetch(at(old, f.state, at_row + ROWS * N));
-                h += a * load_upto(old, f.state, at_row, count);
-            }
-            sums[r] += h * c;
-            store_state_upto(state, f.state, at_row, count, h, f.is_stochastic, key,
-                             first_element + at_row);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) y[r] = hsum(sums[r]);
-}
+INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// B and C of one group as floats, filled up with zeros to a multiple of LANES.
-INLINE void widen(const void *source, enum dtype dtype, int64_t index, int64_t N, float *wide) {
-    for (int64_t n = 0; n < N; n += LANES)
-        store(wide, FLOAT32, n, load_upto(source, dtype, index + n, N - n));
+static vf load_any(const void *base, enum dtype dtype, int64_t index, int64_t count) {
+    if (dtype == FLOAT32) return load_upto(base, FLOAT32, index, count);
+    if (dtype == BFLOAT16) return load_upto(base, BFLOAT16, index, count);
+    return load_upto(base, FLOAT16, index, count);
 }
-
-INLINE void advance_head(const struct update *u, struct formats f, int64_t row, int64_t head,
-                         const float *B, const float *C, float *decays) {
-    int64_t P = u->head_dim, N = u->state_dim, unit = head * P * N;
-    const void *old = at(u->state, f.state, u->read_slots[row] * u->slot_stride + unit);
-    void *state = at_mut((void *)u->state, f.state, u->write_slots[row] * u->slot_stride + unit);
-    float step = step_size(u, f.activation, row, head), decay = 0;
-    if (f.A_by_state)
-        for (int64_t n = 0; n < N; n += LANES)
-            store(decays, FLOAT32, n,
-                  vexp(step * load_upto(u->A + head * N, FLOAT32, n, N - n)));
+static void store_any(void *base, enum dtype dtype, int64_t index, int64_t count, vf x) {
+    if (dtype == FLOAT32)
+        store_upto(base, FLOAT32, index, count, x);
+    else if (dtype == BFLOAT16)
+        store_upto(base, BFLOAT16, index, count, x);
     else
-        decay = expf(step * u->A[head]);
-    uint32_t key = 0;
-    if (f.is_stochastic)
-        key = row_key(u->rounding.seeds[row], u->rounding.positions[row], u->rounding.layer);
-    for (int64_t p = 0; p < P; p += ROWS) {
-        int64_t rows = min64(ROWS, P - p), first = u->rounding.first_element + unit + p * N;
-        float x[ROWS], inputs[ROWS], y[ROWS];
-        for (int64_t r = 0; r < rows; r++) {
-            x[r] = load_one(u->x, f.activation, row * u->x_stride + head * P + p + r);
-            inputs[r] = step * x[r];
+        store_upto(base, FLOAT16, index, count, x);
+}
+
+// ---- lines ------------------------------------------------------------------------------------
+
+// The slots that a row reads and writes, and what its rounding starts from.
+struct slots {
+    const void *old;
+    void *new;
+    uint32_t key;
+    int64_t first_element;
+};
+
+// Up to LANES lines that follow one another, and what each of them is updated with.
+struct lines {
+    int64_t first, count;
+    float factors[LANES], inputs[LANES];
+    const float *rates[LANES];
+    vf sums[LANES];  // the sum of the lanes of each is the output
+};
+
+// LANES elements of a line from `element` of the slot on, of which `count` are there.
+INLINE vf advance_vector(struct variant v, struct slots s, int64_t element, int64_t count,
+                         vf factor, const float *rates, vf input, vf B, vf C, vf sum) {
+    vf decay = factor;
+    if (v.A_by_state)
+        decay = vdecay(factor, load_upto(rates, FLOAT32, 0, count) * LOG2E, false);
+    vf h = decay * load_upto(s.old, v.state, element, count) + input * B;
+    store_state_upto(s.new, v.state, element, count, h, v.is_stochastic, s.key,
+                     s.first_element + element);
+    return sum + h * C;
+}
+
+// Line by line: long ones are the only stream that way.
+INLINE void advance_long(struct variant v, struct slots s, int64_t N, struct lines *l,
+                         const float *B, const float *C) {
+    int64_t element = l->first * N, lines = l->count;
+    for (int64_t i = 0; i < lines; i++) {
+        vf factor = splat(l->factors[i]), input = splat(l->inputs[i]), even = {0}, odd = {0};
+        const float *rates = l->rates[i];
+        int64_t n = 0;
+        for (; n + 2 * LANES <= N; n += 2 * LANES, element += 2 * LANES) {
+            const char *ahead = (const char *)at(s.old, v.state, element) + BYTES_AHEAD;
+            for (int64_t byte = 0; byte < 2 * LANES * dtype_bytes(v.state); byte += 64)
+                prefetch(ahead + byte);
+            even = advance_vector(v, s, element, LANES, factor, rates + n, input,
+                                  load(B, FLOAT32, n), load(C, FLOAT32, n), even);
+            odd = advance_vector(v, s, element + LANES, LANES, factor, rates + n + LANES, input,
+                                 load(B, FLOAT32, n + LANES), load(C, FLOAT32, n + LANES), odd);
         }
-        const void *old_rows = at(old, f.state, p * N);
-        void *new_rows = at_mut(state, f.state, p * N);
-        if (rows == ROWS)
-            advance_rows(u, f, ROWS, old_rows, new_rows, inputs, decay, decays, B, C, y, key,
-                         first);
+        for (int64_t count; (count = min64(LANES, N - n)) > 0; n += count, element += count)
+            even = advance_vector(v, s, element, count, factor, rates + n, input,
+                                  load(B, FLOAT32, n), load(C, FLOAT32, n), even);
+        l->sums[i] = even + odd;
+    }
+}
+
+// All lines together: for short ones, what they share is loaded once.
+INLINE void advance_short(struct variant v, struct slots s, int64_t N, struct lines *l,
+                          const float *B, const float *C) {
+    int64_t first = l->first * N, lines = l->count;
+    for (int64_t i = 0; i < lines; i++) l->sums[i] = (vf){0};
+    for (int64_t n = 0; n < N; n += LANES) {
+        vf b = load(B, FLOAT32, n), c = load(C, FLOAT32, n);
+        for (int64_t i = 0; i < lines; i++)
+            l->sums[i] = advance_vector(v, s, first + i * N + n, min64(LANES, N - n),
+                                        splat(l->factors[i]), l->rates[i] + n,
+                                        splat(l->inputs[i]), b, c, l->sums[i]);
+    }
+}
+
+INLINE vf lane_sums(vf square[LANES]) {
+    transpose(square);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) square[i] += square[i + width];
+    return square[0];
+}
+
+// Heads `first` to `first` + heads of a row, which share a group; `block` is where steps start.
+INLINE void advance_heads(const struct update *u, struct variant v, const struct work *w,
+                          int64_t row, int64_t block, int64_t first, int64_t heads) {
+    int64_t P = u->head_dim, N = u->state_dim, begin = first * P, end = (first + heads) * P;
+    struct slots s = {
+        .old = at(u->state, v.state, u->read_slots[row] * u->slot_stride),
+        .new = at_mut(u->state, v.state, u->write_slots[row] * u->slot_stride),
+        .first_element = u->rounding.first_element,
+    };
+    if (u->read_slots[row] == 0) {
+        int64_t bytes = (end - begin) * N * dtype_bytes(v.state);
+        memset(at_mut(s.new, v.state, begin * N), 0, (size_t)bytes);
+        s.old = s.new;
+    }
+    if (v.is_stochastic)
+        s.key = row_key(u->rounding.seeds[row], u->rounding.positions[row], u->rounding.layer);
+    struct lines l = {.sums = {{0}}};
+    int64_t head = first, p = 0;
+    for (l.first = begin; l.first < end; l.first += l.count) {
+        l.count = min64(LANES, end - l.first);
+        float x[LANES], skips[LANES] = {0};
+        store(x, FLOAT32, 0, load_any(u->x.data, u->dtype, row * u->x.stride + l.first, l.count));
+        for (int64_t i = 0; i < l.count; i++) {
+            l.factors[i] = w->factors[head - block];
+            l.inputs[i] = w->steps[head - block] * x[i];
+            l.rates[i] = u->A + head * N;
+            if (u->D) skips[i] = u->D[head] * x[i];
+            if (++p == P) p = 0, head++;
+        }
+        if (v.A_by_state)
+            advance_short(v, s, N, &l, w->B, w->C);
         else
-            for (int64_t r = 0; r < rows; r++)
-                advance_rows(u, f, 1, at(old_rows, f.state, r * N),
-                             at_mut(new_rows, f.state, r * N), inputs + r, decay, decays, B, C,
-                             y + r, key, first + r * N);
-        for (int64_t r = 0; r < rows; r++) {
-            if (u->D) y[r] += u->D[head] * x[r];
-            if (u->z) {
-                float z = load_one(u->z, f.activation, row * u->z_stride + head * P + p + r);
-                y[r] *= z / (1.0f + expf(-z));
-            }
-            store_one(u->out, f.activation, (row * u->heads + head) * P + p + r, y[r]);
-        }
+            advance_long(v, s, N, &l, w->B, w->C);
+        vf y = lane_sums(l.sums) + load(skips, FLOAT32, 0);
+        if (u->z.data) y *= silu(load_any(u->z.data, u->dtype, row * u->z.stride + l.first, l.count));
+        store_any(u->out, u->dtype, row * u->heads * P + l.first, l.count, y);
     }
 }
 
-// Heads of one row that share a group go to one thread, or each to its own if threads are many.
-INLINE void advance_all(const struct update *u, struct formats f) {
-    int64_t N = (u->state_dim + LANES - 1) / LANES * LANES, P = u->head_dim;
-#pragma omp parallel if (u->batch * u->heads * P * N > 1 << 15)
-    {
-        float *B = aligned_alloc(64, (size_t)(3 * N * 4 + 63) & ~(size_t)63);
-        float *C = B + N, *decays = C + N;
-        int64_t wide_row = -1, wide_group = -1;
-#pragma omp for collapse(2) schedule(static)
-        for (int64_t row = 0; row < u->batch; row++)
-            for (int64_t head = 0; head < u->heads; head++) {
-                if (u->write_slots[row] == 0) {
-                    for (int64_t p = 0; p < P; p++)
-                        store_one(u->out, f.activation, (row * u->heads + head) * P + p, 0.0f);
-                    continue;
-                }
-                int64_t group = u->group_of_head ? u->group_of_head[head]
-                                                 : head / (u->heads / u->groups);
-                if (row != wide_row || group != wide_group) {
-                    widen(u->B, f.activation, row * u->B_stride + group * u->state_dim,
-                          u->state_dim, B);
-                    widen(u->C, f.activation, row * u->C_stride + group * u->state_dim,
-                          u->state_dim, C);
-                    wide_row = row;
-                    wide_group = group;
-                }
-                f.is_fresh = u->read_slots[row] == 0;
-                if (f.is_fresh) {
-                    f.is_fresh = true;
-                    advance_head(u, f, row, head, B, C, decays);
-                } else {
-                    f.is_fresh = false;
-                    advance_head(u, f, row, head, B, C, decays);
-                }
-            }
-        free(B);
+static void advance_any(const struct update *u, const struct work *w, int64_t row, int64_t block,
+                        int64_t first, int64_t heads) {
+    bool is_stochastic = u->rounding.seeds && u->state_dtype != FLOAT32;
+#define CASE(STATE, STOCHASTIC, BY_STATE)                                                      \
+    if (u->state_dtype == STATE && is_stochastic == STOCHASTIC && u->A_by_state == BY_STATE)   \
+        return advance_heads(u, (struct variant){STATE, STOCHASTIC, BY_STATE}, w, row, block,  \
+                             first, heads);
+#define CASES(STATE, STOCHASTIC) CASE(STATE, STOCHASTIC, false) CASE(STATE, STOCHASTIC, true)
+    CASES(FLOAT32, false)
+    CASES(BFLOAT16, false)
+    CASES(BFLOAT16, true)
+    CASES(FLOAT16, false)
+    CASES(FLOAT16, true)
+}
+
+// ---- blocks of heads --------------------------------------------------------------------------
+
+static void load_steps(const struct update *u, struct work *w, int64_t row, int64_t block,
+                       int64_t heads) {
+    for (int64_t h = 0; h < heads; h += LANES) {
+        int64_t first = block + h, count = heads - h;
+        vf step = load_any(u->dt.data, u->dtype, row * u->dt.stride + first, count);
+        if (u->dt_bias) step += load_upto(u->dt_bias, FLOAT32, first, count);
+        if (u->softplus) step = vsoftplus(step);
+        step = vclamp(step, splat(u->least_step), splat(u->greatest_step));
+        vf factor = step;
+        if (!u->A_by_state) factor = vexp(step * load_upto(u->A, FLOAT32, first, count));
+        store(w->steps, FLOAT32, h, step);
+        store(w->factors, FLOAT32, h, factor);
     }
 }
 
-static void choose_formats(const struct update *u, int64_t activation, int64_t state) {
-    bool is_stochastic = u->rounding.seeds != NULL && state != FLOAT32;
-#define CASE(ACTIVATION, STATE, BY_STATE, STOCHASTIC)                                          \
-    if (activation == ACTIVATION && state == STATE && u->A_by_state == BY_STATE &&             \
-        is_stochastic == STOCHASTIC)                                                           \
-        return advance_all(u, (struct formats){ACTIVATION, STATE, BY_STATE, STOCHASTIC, false});
-#define STATES(ACTIVATION, BY_STATE)                                                           \
-    CASE(ACTIVATION, FLOAT32, BY_STATE, false)                                                 \
-    CASE(ACTIVATION, BFLOAT16, BY_STATE, false)                                                \
-    CASE(ACTIVATION, BFLOAT16, BY_STATE, true)                                                 \
-    CASE(ACTIVATION, FLOAT16, BY_STATE, false)                                                 \
-    CASE(ACTIVATION, FLOAT16, BY_STATE, true)
-    STATES(FLOAT32, false)
-    STATES(FLOAT32, true)
-    STATES(BFLOAT16, false)
-    STATES(BFLOAT16, true)
-    STATES(FLOAT16, false)
-    STATES(FLOAT16, true)
+static void load_group(const struct update *u, struct work *w, int64_t row, int64_t group) {
+    if (w->row == row && w->group == group) return;
+    w->row = row;
+    w->group = group;
+    int64_t N = u->state_dim, B = row * u->B.stride + group * N, C = row * u->C.stride + group * N;
+    for (int64_t n = 0; n < N; n += LANES) {
+        store(w->B, FLOAT32, n, load_any(u->B.data, u->dtype, B + n, N - n));
+        store(w->C, FLOAT32, n, load_any(u->C.data, u->dtype, C + n, N - n));
+    }
+}
+
+static int64_t group_of(const struct update *u, int64_t head) {
+    return u->group_of_head ? u->group_of_head[head] : head / (u->heads / u->groups);
+}
+
+static void advance_block(const struct update *u, struct work *w, int64_t row, int64_t block,
+                          int64_t heads) {
+    if (u->write_slots[row] == 0) {
+        int64_t P = u->head_dim, bytes = heads * P * dtype_bytes(u->dtype);
+        memset(at_mut(u->out, u->dtype, (row * u->heads + block) * P), 0, (size_t)bytes);
+        return;
+    }
+    load_steps(u, w, row, block, heads);
+    for (int64_t first = block, last; first < block + heads; first = last) {
+        int64_t group = group_of(u, first);
+        for (last = first + 1; last < block + heads && group_of(u, last) == group;) last++;
+        load_group(u, w, row, group);
+        advance_any(u, w, row, block, first, last - first);
+    }
 }
 
 EXPORT void selective_state_update(
@@ -178,13 +247,28 @@ EXPORT void selective_state_update(
     const void *z, int64_t z_stride, const float *D, const float *dt_bias, void *state,
     int64_t slot_stride, const int64_t *read_slots, const int64_t *write_slots,
     const int64_t *group_of_head, int64_t batch, int64_t heads, int64_t groups, int64_t head_dim,
-    int64_t state_dim, int64_t dt_softplus, float dt_least, float dt_most, void *out,
-    int64_t activation, int64_t state_dtype, const int64_t *seeds, const int64_t *positions,
+    int64_t state_dim, int64_t softplus, float least_step, float greatest_step, void *out,
+    int64_t dtype, int64_t state_dtype, const int64_t *seeds, const int64_t *positions,
     int64_t layer, int64_t first_element) {
-    struct update u = {x, dt, B, C, z, x_stride, dt_stride, B_stride, C_stride, z_stride,
-                       A, D, dt_bias, A_by_state != 0, state, slot_stride, read_slots,
-                       write_slots, group_of_head, batch, heads, groups, head_dim, state_dim,
-                       dt_softplus != 0, dt_least, dt_most, out,
-                       {seeds, positions, layer, first_element}};
-    choose_formats(&u, activation, state_dtype);
+    struct update u = {
+        .x = {x, x_stride}, .dt = {dt, dt_stride}, .B = {B, B_stride}, .C = {C, C_stride},
+        .z = {z, z_stride}, .A = A, .D = D, .dt_bias = dt_bias, .state = state, .out = out,
+        .slot_stride = slot_stride, .read_slots = read_slots, .write_slots = write_slots,
+        .group_of_head = group_of_head, .batch = batch, .heads = heads, .groups = groups,
+        .head_dim = head_dim, .state_dim = state_dim, .dtype = (enum dtype)dtype,
+        .state_dtype = (enum dtype)state_dtype, .A_by_state = A_by_state, .softplus = softplus,
+        .least_step = least_step, .greatest_step = greatest_step,
+        .rounding = {seeds, positions, layer, first_element},
+    };
+    int64_t block_heads = max64(1, BLOCK / max64(1, head_dim)), padded = round_up(state_dim, LANES);
+#pragma omp parallel if (batch * heads * head_dim * state_dim > PARALLEL_WORK)
+    {
+        float *scratch = aligned_alloc(64, (size_t)round_up(2 * padded * 4, 64));
+        struct work w = {.B = scratch, .C = scratch + padded, .row = -1};
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t row = 0; row < batch; row++)
+            for (int64_t head = 0; head < heads; head += block_heads)
+                advance_block(&u, &w, row, head, min64(block_heads, heads - head));
+        free(scratch);
+    }
 }

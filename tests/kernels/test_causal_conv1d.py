@@ -194,6 +194,41 @@ def test_what_is_not_finite_spoils_the_next_tokens_only(make, match, bad):
     assert results["out"].isfinite().sum() >= 30 * 9 - 4
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_null_rows_and_tokens_past_the_last_row_are_zeros(make, run, dtype):
+    inputs = prefill_inputs(make, (5, 18, 3, 20), channels=150, dtype=dtype)
+    inputs["write_slots"][1] = 0
+    inputs["cu_seqlens"][4] = 30
+    inputs["x"][5:23] = inputs["x"][30:] = torch.nan
+    results = run(causal_conv1d_prefill, inputs, ["state"])
+    assert (results["out"][5:23] == 0).all()
+    assert (results["out"][30:] == 0).all()
+    live = torch.cat([results["out"][:5], results["out"][23:30]])
+    assert live.isfinite().all()
+    assert (live != 0).any(dim=1).all()
+    assert results["state"].isfinite().all(dim=(1, 2)).nonzero().flatten().tolist() == [
+        1,
+        3,
+        5,
+        7,
+        8,
+    ]
+    inputs = update_inputs(make, 20, channels=150, dtype=dtype)
+    inputs["write_slots"][7] = 0
+    inputs["x"][7] = torch.nan
+    results = run(causal_conv1d_update, inputs, ["state"])
+    assert (results["out"] != 0).any(dim=1).logical_not().nonzero().flatten().tolist() == [7]
+    assert results["state"][0].isnan().all()
+    assert results["state"][28].isnan().all()
+
+
+def test_no_rows(make):
+    inputs = prefill_inputs(make, (3,)) | {"cu_seqlens": make.int32(0)}
+    inputs |= {"read_slots": make.int64(), "write_slots": make.int64()}
+    inputs["has_initial_state"] = make.int64() > 0
+    assert (causal_conv1d_prefill(**inputs) == 0).all()
+
+
 def test_slots_far_apart(make, tmp_path):
     """Offsets beyond 2^31 elements, in a file with holes."""
     inputs = prefill_inputs(make, (5,)) | {"has_initial_state": make.int64(1) > 0}

@@ -211,6 +211,18 @@ class TestCache:
         forget()
         assert build.cache_folder() == tmp_path / "home" / ".cache" / "plait" / "native"
 
+    def test_a_user_without_a_home(self, compiler, source, monkeypatch):
+        def expanduser(_path):
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv(build.CACHE_VARIABLE)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(build.Path, "expanduser", expanduser)
+        monkeypatch.setattr(build.Path, "mkdir", lambda *_, **__: None)
+        forget()
+        assert build.cache_folder() == Path("/nonexistent/plait/native")
+        assert answer(source) == 42
+
     def test_a_library_that_cannot_be_loaded(self, compiler, source):
         build.build(source, isa.chosen_isa()).write_text("not a library")
         with pytest.raises(NativeBuildError, match=r"op-.*\.so cannot be loaded: "):

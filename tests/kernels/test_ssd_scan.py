@@ -171,6 +171,12 @@ def test_any_step_before_the_softplus(make, match):
     match(ssd_scan, reference.ssd_scan, inputs, ["state"])
 
 
+def test_nan_stays_in_its_head(make, match):
+    inputs = scan_inputs(make, (35, 3)) | {"dt_limit": (0.1, 0.9)}
+    inputs["dt"][0, 1] = inputs["x"][35, 2, 3] = torch.nan
+    match(ssd_scan, reference.ssd_scan, inputs, ["state"])
+
+
 def test_strong_decay_neither_overflows_nor_loses_digits(make, match):
     inputs = scan_inputs(make, (130,)) | {"A": make.uniform(4, low=-90.0, high=-20.0)}
     inputs["dt"] = make.uniform(130, 4, low=-8.0, high=3.0)
@@ -277,8 +283,8 @@ def test_checkpoint_of_a_null_row_is_not_stored(make, run):
 
 
 def test_slots_far_apart_in_memory(make, run, tmp_path):
-    inputs = scan_inputs(make, (34, 3), head_dim=3, state_dim=5)
-    inputs |= {"checkpoint_tokens": make.int64(20), "checkpoint_slots": make.int64(5)}
+    inputs = scan_inputs(make, (34, 3, 2), head_dim=3, state_dim=5)  # reads slots 1 and 3
+    inputs |= {"checkpoint_tokens": make.int64(20), "checkpoint_slots": make.int64(7)}
     expected = run(ssd_scan, inputs, ["state"])
     near, stride = inputs["state"], 2**30 + 24
     # A file with holes: what nobody touches takes no space.

@@ -70,9 +70,7 @@ def test_int8_weights_count_one_byte_and_a_scale_per_output():
 
 def test_a_tied_embedding_has_an_int8_head_beside_it():
     plain = weight_bytes(model(tied=True), tp=1, rank=0, dtype="bfloat16")
-    quantized = weight_bytes(
-        model(tied=True), tp=1, rank=0, dtype="bfloat16", quantization="int8"
-    )
+    quantized = weight_bytes(model(tied=True), tp=1, rank=0, dtype="bfloat16", quantization="int8")
     assert quantized - plain == VOCAB * HIDDEN + 4 * VOCAB
     step = cost(model(tied=True)), cost(model(tied=True), quantization="int8")
     assert step[0].bytes - step[1].bytes == VOCAB * HIDDEN - 4 * VOCAB

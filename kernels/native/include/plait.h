@@ -299,3 +299,16 @@ INLINE void transpose(vf square[LANES]) {
     swap_quarters(square, 2);
     swap_quarters(square, 1);
 }
+
+// ---- limits -----------------------------------------------------------------------------------
+
+// x no less than `least` and no greater than `greatest`; NaN stays NaN.
+INLINE vf vclamp(vf x, vf least, vf greatest) {
+#if defined __AVX512F__ && LANES == 16
+    return (vf)_mm512_min_ps((__m512)greatest, _mm512_max_ps((__m512)least, (__m512)x));
+#elif defined __AVX2__ && LANES == 8
+    return (vf)_mm256_min_ps((__m256)greatest, _mm256_max_ps((__m256)least, (__m256)x));
+#else
+    return vmin(greatest, vmax(least, x));
+#endif
+}

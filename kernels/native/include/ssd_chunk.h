@@ -13,7 +13,6 @@
 // Vectors of one panel: more would multiply more of what lies ahead of the diagonal.
 #define PANEL_VECTORS 2
 #define PANEL (PANEL_VECTORS * LANES)
-#define PANELS (CHUNK / PANEL)
 // Chunks of so few tokens are faster token by token.
 #define FEW_TOKENS 4
 
