@@ -40,8 +40,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-## Benchmarks print ratios against a named peer; see tests/bench.
-bench: $(VENV)/.dev $(VENV)/.wheel
+## Plait beside its peers and the limits of this machine; ARGS=--help lists the options.
+bench: $(VENV)/.dev $(VENV)/.wheel tests/bench/requirements.txt
+	$(PIP) install -q -r tests/bench/requirements.txt
 	$(TEST_ENV) $(BIN)/python tests/bench/run.py $(ARGS)
 
 ## Lint, render and validate the chart with Helm 4 and Helm 3; check the alert rules.

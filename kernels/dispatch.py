@@ -55,7 +55,7 @@ CANDIDATES: Final[Mapping[str, Mapping[str, tuple[Backend, ...]]]] = {
     "kv_write": _WITH_NATIVE,
     "linear": _WITH_NATIVE,
     "moe": _WITH_NATIVE,
-    "paged_attention": _PORTABLE,
+    "paged_attention": _WITH_NATIVE,
     "rms_norm": _WITH_NATIVE,
     "rms_norm_gated": _WITH_NATIVE,
     "rotary": _WITH_NATIVE,

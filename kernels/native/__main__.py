@@ -1,4 +1,4 @@
-"""Build the C kernels of every op ahead of time, for an image without a compiler.
+"""Build all C code of the package ahead of time, for an image without a compiler.
 
     python -m plait.kernels.native [ISA ...]
 
@@ -20,8 +20,8 @@ def main() -> None:
         sys.exit(f"expected some of {', '.join(ISAS)}, got {', '.join(sorted(unknown))}")
     if not is_writable(cache_folder()):
         sys.exit(f"{cache_folder()} cannot be written")
-    kernels = Path(__file__).parents[1]
-    sources = [*sorted(kernels.glob("*/native.c")), Path(__file__).with_name("probe.c")]
+    package = Path(__file__).parents[2]  # ops of kernels, collectives of worker
+    sources = [*sorted(package.glob("*/*/native.c")), Path(__file__).with_name("probe.c")]
     try:
         for name in names:
             for source in sources:

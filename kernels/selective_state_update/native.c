@@ -33,13 +33,14 @@ struct update {
     struct rounding rounding;
 };
 
-// Scratch of one thread.
+// Scratch of one thread. Heads are those of a block, lines a piece of their lines.
 struct work {
-    float *B, *C;        // (N) of `group` of `row`, filled up with zeros to whole vectors
+    float *B, *C;  // (N) of `group` of `row`, filled up with zeros to whole vectors
     int64_t row, group;
-    // By head of a block: the step size, and what multiplies the state or, where A has N rates, the
-    // step size again.
-    float steps[BLOCK], factors[BLOCK];
+    // By head: the step size, and what multiplies the state or, where A has N rates, the step again.
+    float head_steps[BLOCK], head_factors[BLOCK];
+    // By line.
+    float inputs[BLOCK], factors[BLOCK], skips[BLOCK], y[BLOCK];
 };
 
 // The constants of a compiled variant.
@@ -74,14 +75,6 @@ struct slots {
     int64_t first_element;
 };
 
-// Up to LANES lines that follow one another, and what each of them is updated with.
-struct lines {
-    int64_t first, count;
-    float factors[LANES], inputs[LANES];
-    const float *rates[LANES];
-    vf sums[LANES];  // the sum of the lanes of each is the output
-};
-
 // LANES elements of a line from `element` of the slot on, of which `count` are there.
 INLINE vf advance_vector(struct variant v, struct slots s, int64_t element, int64_t count,
                          vf factor, const float *rates, vf input, vf B, vf C, vf sum) {
@@ -94,42 +87,52 @@ INLINE vf advance_vector(struct variant v, struct slots s, int64_t element, int6
     return sum + h * C;
 }
 
-// Line by line: long ones are the only stream that way.
-INLINE void advance_long(struct variant v, struct slots s, int64_t N, struct lines *l,
-                         const float *B, const float *C) {
-    int64_t element = l->first * N, lines = l->count;
+// `lines` lines, at most LANES, line by line: long ones are the only stream that way. The sum of the
+// lanes of each of `sums` is the output of a line.
+INLINE void advance_long(struct variant v, struct slots s, int64_t element, int64_t lines,
+                         int64_t N, const float *factors, const float *inputs, const float *B,
+                         const float *C, vf sums[LANES]) {
     for (int64_t i = 0; i < lines; i++) {
-        vf factor = splat(l->factors[i]), input = splat(l->inputs[i]), even = {0}, odd = {0};
-        const float *rates = l->rates[i];
+        vf factor = splat(factors[i]), input = splat(inputs[i]), even = {0}, odd = {0};
         int64_t n = 0;
         for (; n + 2 * LANES <= N; n += 2 * LANES, element += 2 * LANES) {
             const char *ahead = (const char *)at(s.old, v.state, element) + BYTES_AHEAD;
             for (int64_t byte = 0; byte < 2 * LANES * dtype_bytes(v.state); byte += 64)
                 prefetch(ahead + byte);
-            even = advance_vector(v, s, element, LANES, factor, rates + n, input,
-                                  load(B, FLOAT32, n), load(C, FLOAT32, n), even);
-            odd = advance_vector(v, s, element + LANES, LANES, factor, rates + n + LANES, input,
-                                 load(B, FLOAT32, n + LANES), load(C, FLOAT32, n + LANES), odd);
+            int64_t m = n + LANES;
+            even = advance_vector(v, s, element, LANES, factor, NULL, input, load(B, FLOAT32, n),
+                                  load(C, FLOAT32, n), even);
+            odd = advance_vector(v, s, element + LANES, LANES, factor, NULL, input,
+                                 load(B, FLOAT32, m), load(C, FLOAT32, m), odd);
         }
         for (int64_t count; (count = min64(LANES, N - n)) > 0; n += count, element += count)
-            even = advance_vector(v, s, element, count, factor, rates + n, input,
-                                  load(B, FLOAT32, n), load(C, FLOAT32, n), even);
-        l->sums[i] = even + odd;
+            even = advance_vector(v, s, element, count, factor, NULL, input, load(B, FLOAT32, n),
+                                  load(C, FLOAT32, n), even);
+        sums[i] = even + odd;
     }
 }
 
-// All lines together: for short ones, what they share is loaded once.
-INLINE void advance_short(struct variant v, struct slots s, int64_t N, struct lines *l,
-                          const float *B, const float *C) {
-    int64_t first = l->first * N, lines = l->count;
-    for (int64_t i = 0; i < lines; i++) l->sums[i] = (vf){0};
-    for (int64_t n = 0; n < N; n += LANES) {
-        vf b = load(B, FLOAT32, n), c = load(C, FLOAT32, n);
-        for (int64_t i = 0; i < lines; i++)
-            l->sums[i] = advance_vector(v, s, first + i * N + n, min64(LANES, N - n),
-                                        splat(l->factors[i]), l->rates[i] + n,
-                                        splat(l->inputs[i]), b, c, l->sums[i]);
+// `count` elements of each line, from the same one on, with a rate of each element.
+INLINE void advance_columns(struct variant v, struct slots s, int64_t element, int64_t lines,
+                            int64_t N, int64_t count, const float *factors, const float *inputs,
+                            const float *rates, int64_t rates_step, vf B, vf C, vf sums[LANES]) {
+    for (int64_t i = 0; i < lines; i++, element += N, rates += rates_step) {
+        prefetch((const char *)at(s.old, v.state, element) + BYTES_AHEAD);
+        sums[i] = advance_vector(v, s, element, count, splat(factors[i]), rates, splat(inputs[i]),
+                                 B, C, sums[i]);
     }
+}
+// All lines together: those with rates are short, and what they share is loaded once.
+INLINE void advance_short(struct variant v, struct slots s, int64_t element, int64_t lines,
+                          int64_t N, const float *factors, const float *inputs, const float *rates,
+                          int64_t rates_step, const float *B, const float *C, vf sums[LANES]) {
+    int64_t n = 0;
+    for (; n + LANES <= N; n += LANES)
+        advance_columns(v, s, element + n, lines, N, LANES, factors, inputs, rates + n, rates_step,
+                        load(B, FLOAT32, n), load(C, FLOAT32, n), sums);
+    if (n < N)
+        advance_columns(v, s, element + n, lines, N, N - n, factors, inputs, rates + n, rates_step,
+                        load(B, FLOAT32, n), load(C, FLOAT32, n), sums);
 }
 
 INLINE vf lane_sums(vf square[LANES]) {
@@ -139,9 +142,46 @@ INLINE vf lane_sums(vf square[LANES]) {
     return square[0];
 }
 
-// Heads `first` to `first` + heads of a row, which share a group; `block` is where steps start.
-INLINE void advance_heads(const struct update *u, struct variant v, const struct work *w,
-                          int64_t row, int64_t block, int64_t first, int64_t heads) {
+// The values of heads, from that of line `first` on, as values of `count` lines.
+static void spread(float *lines, const float *heads, int64_t first, int64_t count, int64_t P) {
+    if (P == 1) {
+        memcpy(lines, heads + first, (size_t)count * sizeof *lines);
+        return;
+    }
+    int64_t head = first / P, p = first % P;
+    for (int64_t i = 0; i < count; i++) {
+        lines[i] = heads[head];
+        if (++p == P) p = 0, head++;
+    }
+}
+// What the update of `count` lines from `line` on needs.
+static void load_lines(const struct update *u, struct work *w, int64_t row, int64_t block,
+                       int64_t line, int64_t count) {
+    int64_t P = u->head_dim, first = line - block * P;
+    spread(w->factors, w->head_factors, first, count, P);
+    spread(w->inputs, w->head_steps, first, count, P);
+    if (u->D) spread(w->skips, u->D + block, first, count, P);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf x = load_any(u->x.data, u->dtype, row * u->x.stride + line + i, count - i);
+        vf skip = u->D ? load(w->skips, FLOAT32, i) * x : (vf){0};
+        store(w->skips, FLOAT32, i, skip);
+        store(w->inputs, FLOAT32, i, load(w->inputs, FLOAT32, i) * x);
+    }
+}
+static void store_lines(const struct update *u, const struct work *w, int64_t row, int64_t line,
+                        int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf y = load(w->y, FLOAT32, i) + load(w->skips, FLOAT32, i);
+        if (u->z.data)
+            y *= silu(load_any(u->z.data, u->dtype, row * u->z.stride + line + i, count - i));
+        store_any(u->out, u->dtype, row * u->heads * u->head_dim + line + i, count - i, y);
+    }
+}
+
+// Heads `first` to `first` + heads of a row: of one group, and of one head or one line each if A
+// has rates of elements.
+INLINE void advance_heads(const struct update *u, struct variant v, struct work *w, int64_t row,
+                          int64_t block, int64_t first, int64_t heads) {
     int64_t P = u->head_dim, N = u->state_dim, begin = first * P, end = (first + heads) * P;
     struct slots s = {
         .old = at(u->state, v.state, u->read_slots[row] * u->slot_stride),
@@ -155,30 +195,28 @@ INLINE void advance_heads(const struct update *u, struct variant v, const struct
     }
     if (v.is_stochastic)
         s.key = row_key(u->rounding.seeds[row], u->rounding.positions[row], u->rounding.layer);
-    struct lines l = {.sums = {{0}}};
-    int64_t head = first, p = 0;
-    for (l.first = begin; l.first < end; l.first += l.count) {
-        l.count = min64(LANES, end - l.first);
-        float x[LANES], skips[LANES] = {0};
-        store(x, FLOAT32, 0, load_any(u->x.data, u->dtype, row * u->x.stride + l.first, l.count));
-        for (int64_t i = 0; i < l.count; i++) {
-            l.factors[i] = w->factors[head - block];
-            l.inputs[i] = w->steps[head - block] * x[i];
-            l.rates[i] = u->A + head * N;
-            if (u->D) skips[i] = u->D[head] * x[i];
-            if (++p == P) p = 0, head++;
+    for (int64_t line = begin, lines; line < end; line += lines) {
+        lines = min64(BLOCK, end - line);
+        load_lines(u, w, row, block, line, lines);
+        for (int64_t i = 0; i < lines; i += LANES) {
+            int64_t count = min64(LANES, lines - i), element = (line + i) * N;
+            vf sums[LANES];
+#pragma GCC unroll 16
+            for (int64_t j = 0; j < LANES; j++) sums[j] = (vf){0};
+            if (v.A_by_state)
+                advance_short(v, s, element, count, N, w->factors + i, w->inputs + i,
+                              u->A + (P == 1 ? line + i : first) * N, P == 1 ? N : 0, w->B, w->C,
+                              sums);
+            else
+                advance_long(v, s, element, count, N, w->factors + i, w->inputs + i, w->B, w->C,
+                             sums);
+            store(w->y, FLOAT32, i, lane_sums(sums));
         }
-        if (v.A_by_state)
-            advance_short(v, s, N, &l, w->B, w->C);
-        else
-            advance_long(v, s, N, &l, w->B, w->C);
-        vf y = lane_sums(l.sums) + load(skips, FLOAT32, 0);
-        if (u->z.data) y *= silu(load_any(u->z.data, u->dtype, row * u->z.stride + l.first, l.count));
-        store_any(u->out, u->dtype, row * u->heads * P + l.first, l.count, y);
+        store_lines(u, w, row, line, lines);
     }
 }
 
-static void advance_any(const struct update *u, const struct work *w, int64_t row, int64_t block,
+static void advance_any(const struct update *u, struct work *w, int64_t row, int64_t block,
                         int64_t first, int64_t heads) {
     bool is_stochastic = u->rounding.seeds && u->state_dtype != FLOAT32;
 #define CASE(STATE, STOCHASTIC, BY_STATE)                                                      \
@@ -205,8 +243,8 @@ static void load_steps(const struct update *u, struct work *w, int64_t row, int6
         step = vclamp(step, splat(u->least_step), splat(u->greatest_step));
         vf factor = step;
         if (!u->A_by_state) factor = vexp(step * load_upto(u->A, FLOAT32, first, count));
-        store(w->steps, FLOAT32, h, step);
-        store(w->factors, FLOAT32, h, factor);
+        store(w->head_steps, FLOAT32, h, step);
+        store(w->head_factors, FLOAT32, h, factor);
     }
 }
 
@@ -233,9 +271,12 @@ static void advance_block(const struct update *u, struct work *w, int64_t row, i
         return;
     }
     load_steps(u, w, row, block, heads);
+    bool one_by_one = u->A_by_state && u->head_dim > 1;
     for (int64_t first = block, last; first < block + heads; first = last) {
         int64_t group = group_of(u, first);
-        for (last = first + 1; last < block + heads && group_of(u, last) == group;) last++;
+        last = first + 1;
+        if (!one_by_one)
+            while (last < block + heads && group_of(u, last) == group) last++;
         load_group(u, w, row, group);
         advance_any(u, w, row, block, first, last - first);
     }

@@ -53,12 +53,16 @@ def selective_state_update(
             group_of_head=group_of_head,
             rounding=rounding,
         )
-    given = (x, dt, B, C) if z is None else (x, dt, B, C, z)
-    if any(value.dtype != dtype for value in given):  # rare: all in the widest
-        dtype = torch.float32
+    if not dtype == dt.dtype == B.dtype == C.dtype or (z is not None and z.dtype != dtype):
+        dtype = torch.float32  # rare: all in the widest
+    # Tensors keep their names until the call is over: some are copies.
     x, dt, B, C = _rows(x, dtype), _rows(dt, dtype), _rows(B, dtype), _rows(C, dtype)
-    z, D, dt_bias = z if z is None else _rows(z, dtype), _float(D), _float(dt_bias)
-    A = A.contiguous()
+    z = None if z is None else _rows(z, dtype)
+    A, D, dt_bias = A.contiguous(), _floats(D), _floats(dt_bias)
+    read_slots, write_slots = read_slots.contiguous(), write_slots.contiguous()
+    group_of_head = None if group_of_head is None else group_of_head.contiguous()
+    seeds = None if rounding is None else rounding.seeds.contiguous()
+    positions = None if rounding is None else rounding.positions.contiguous()
     batch, heads, head_dim = x.shape
     out = torch.empty((batch, heads, head_dim), dtype=dtype)
     library.load().selective_state_update(
@@ -92,8 +96,8 @@ def selective_state_update(
         out.data_ptr(),
         dtype_code(dtype),
         dtype_code(state.dtype),
-        None if rounding is None else rounding.seeds.data_ptr(),
-        None if rounding is None else rounding.positions.data_ptr(),
+        pointer(seeds),
+        pointer(positions),
         0 if rounding is None else rounding.layer,
         0 if rounding is None else rounding.first_element,
     )
@@ -104,8 +108,11 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype` with any stride between its rows, contiguous inside each."""
     if x.dtype != dtype:
         x = x.to(dtype)
-    return x if x.stride(-1) == 1 and (x.dim() == 2 or x[:1].is_contiguous()) else x.contiguous()
+    strides = x.stride()
+    if strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2]):
+        return x
+    return x.contiguous()
 
 
-def _float(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.dtype == torch.float32 else x.float()
+def _floats(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()

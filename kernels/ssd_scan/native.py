@@ -42,7 +42,8 @@ def ssd_scan(
     checkpoint_slots: Tensor | None = None,
     rounding: StochasticRounding | None = None,
 ) -> Tensor:
-    if _is_wide(x, dt, B, C, state) or (z is not None and _is_wide(z)):
+    gate = x if z is None else z
+    if torch.float64 in (x.dtype, dt.dtype, B.dtype, C.dtype, state.dtype, gate.dtype):
         return torch_impl.ssd_scan(
             x,
             dt,
@@ -65,8 +66,7 @@ def ssd_scan(
             checkpoint_slots=checkpoint_slots,
             rounding=rounding,
         )
-    x, dt, B, C = _dense(x), _dense(dt), _dense(B), _dense(C)
-    gate = x if z is None else _dense(z)
+    x, dt, B, C, gate = _dense(x), _dense(dt), _dense(B), _dense(C), _dense(gate)
     # Small tensors keep their names until the call is over: some are copies.
     A, D, dt_bias = A.float().contiguous(), _floats(D), _floats(dt_bias)
     cu_seqlens, has_initial_state = cu_seqlens.contiguous(), has_initial_state.contiguous()
@@ -126,10 +126,6 @@ def ssd_scan(
         0 if rounding is None else rounding.first_element,
     )
     return out
-
-
-def _is_wide(*tensors: Tensor) -> bool:
-    return any(tensor.dtype == torch.float64 for tensor in tensors)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -1,137 +1,205 @@
-"""Compare Plait with transformers on this machine: `make bench`.
+"""Compare Plait with its peers and with the limits of this machine: `make bench`.
 
-Both run the demo model in float32 in one process with the same threads, in turns, several rounds
-after a warm-up. Ratios above 1 mean that Plait is faster. Prints a table, writes JSON lines with
---json. Absolute times mean little on a shared machine; the ratios are taken round by round.
+Every engine runs in a process of its own with the same cores and threads, loads once, and takes its
+turn in every round. Ratios above 1 mean that Plait is faster. Peers are installed on the first
+run, which takes a while; what cannot be installed or fails is listed with its error.
 """
 
 import argparse
+import contextlib
 import json
-import platform
-import statistics
+import os
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import transformers
+from plait_bench.cases import CASES
+from plait_bench.checkpoints import CONFIGS, make_checkpoint
+from plait_bench.extras import compare_tp, host_text, profile_host, tp_text
+from plait_bench.installs import Installs
+from plait_bench.models import BenchModel, MachineProbe, own_python_path
+from plait_bench.plot import save_plot
+from plait_bench.process import Worker
+from plait_bench.registry import DEFAULT_ENGINES, ENGINES, INT8_ENGINES, EngineSpec
+from plait_bench.report import document, model_text
+from plait_bench.results import ModelResult, Report
+from plait_bench.session import compare_greedy, run_case, start_all, start_worker
 
-from plait.cluster.llm import LLM, SamplingParams
-from plait.deploy.demo import demo_model_path
-
-ROUNDS = 5
-NUM_DECODE = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A batch of prompts of one length, continued by so many tokens."""
-
-    name: str
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
+_ROOT = Path(__file__).resolve().parents[2]
+_PUBLISHED = _ROOT / "docs" / "benchmarks"
 
 
-CASES = (
-    Case(name="prefill 512", batch=1, prompt_tokens=512, new_tokens=1),
-    Case(name="prefill 2048", batch=1, prompt_tokens=2048, new_tokens=1),
-    Case(name="decode batch 1", batch=1, prompt_tokens=16, new_tokens=NUM_DECODE),
-    Case(name="decode batch 8", batch=8, prompt_tokens=16, new_tokens=NUM_DECODE),
-    Case(name="decode batch 32", batch=32, prompt_tokens=16, new_tokens=NUM_DECODE),
-)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def names(flag: str, known: Sequence[str], default: Sequence[str]) -> None:
+        parser.add_argument(
+            flag,
+            nargs="+",
+            choices=known,
+            default=default,
+            metavar="NAME",
+            help=f"of {', '.join(known)}",
+        )
+
+    names("--models", tuple(CONFIGS), tuple(CONFIGS))
+    names("--cases", tuple(CASES), tuple(CASES))
+    names("--engines", tuple(ENGINES), DEFAULT_ENGINES)
+    parser.add_argument(
+        "--quantization", choices=["int8"], help="also compare with weights of 8 bits"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after a warm-up")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps of a round")
+    parser.add_argument("--threads", type=int, default=1, help="cores and threads of an engine")
+    parser.add_argument(
+        "--tp",
+        action="store_true",
+        help="Plait on two ranks and cores against one, and nothing else",
+    )
+    parser.add_argument(
+        "--profile-host",
+        action="store_true",
+        help="time of Plait outside kernels in a decode step, and nothing else",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=_ROOT / ".cache" / "bench",
+        help="folder of checkpoints, environments and results",
+    )
+    parser.add_argument("--publish", action="store_true", help="write into docs/benchmarks")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1 or options.steps < 1 or options.threads < 1:
+        parser.error("--rounds, --steps and --threads must be at least 1")
+    if options.quantization:
+        options.engines = list(dict.fromkeys((*options.engines, *INT8_ENGINES)))
+    return options
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Seconds of each side over the rounds, and the ratio peer / Plait round by round."""
+class Bench:
+    """One run of the command."""
 
-    case: Case
-    plait_s: list[float]
-    peer_s: list[float]
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._cache: Path = options.cache.resolve()
+        self._installs = Installs(self._cache)
+        self._cases = [CASES[name].with_steps(options.steps) for name in options.cases]
 
-    @property
-    def ratios(self) -> list[float]:
-        return [peer / ours for peer, ours in zip(self.peer_s, self.plait_s, strict=True)]
+    def models(self) -> list[BenchModel]:
+        root = self._cache / "models"
+        return [BenchModel.load(name, make_checkpoint(name, root)) for name in self._options.models]
 
-    @property
-    def tokens(self) -> int:
-        case = self.case
-        return case.batch * (case.prompt_tokens if case.new_tokens == 1 else case.new_tokens)
+    def compare(self) -> None:
+        """Every model with every engine; what is known is written after each model."""
+        probe = MachineProbe(
+            threads=self._options.threads, log=self._cache / "logs" / "machine.log"
+        )
+        with contextlib.closing(probe):
+            settings = {key: getattr(self._options, key) for key in ("threads", "rounds", "steps")}
+            report = Report(machine=probe.facts(), settings=settings)
+            for model in self.models():
+                result = self._compare(model, probe)
+                report.models.append(result)
+                print("\n" + model_text(result) + "\n", flush=True)
+                self._write(report)
 
+    def tensor_parallel(self) -> None:
+        for model in self.models():
+            speed_ups = compare_tp(
+                lambda size, model=model: self._start(
+                    ENGINES["plait"], model, threads=1, size=size, executor="process"
+                ),
+                vocab_size=model.spec.vocab_size,
+                rounds=self._options.rounds,
+                steps=self._options.steps,
+            )
+            self._save(f"tp-{model.name}.json", speed_ups)
+            print(tp_text(model.name, speed_ups), flush=True)
 
-def prompts(case: Case) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (case.batch, case.prompt_tokens)
-    return torch.randint(10, 1000, shape, generator=generator).tolist()
+    def host(self) -> None:
+        for model in self.models():
+            with self._start(ENGINES["plait"], model) as worker:
+                profile = profile_host(worker, vocab_size=model.spec.vocab_size)
+            self._save(f"host-{model.name}.json", profile)
+            print(host_text(model.name, profile), flush=True)
 
-
-def measure(case: Case, llm: LLM, peer: torch.nn.Module) -> Result:
-    """Both sides in turns; the first round of each is the warm-up and is not counted."""
-    batch = prompts(case)
-    params = SamplingParams(temperature=0, max_tokens=case.new_tokens, ignore_eos=True)
-    inputs = torch.tensor(batch)
-
-    def ours() -> None:
-        llm.generate(batch, params)
-
-    def theirs() -> None:
-        with torch.inference_mode():
-            peer.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=case.new_tokens,
-                min_new_tokens=case.new_tokens,
-                do_sample=False,
+    def _compare(self, model: BenchModel, probe: MachineProbe) -> ModelResult:
+        print(f"{model.name}: measuring the machine", flush=True)
+        before = probe.limits(model, self._cases)
+        with contextlib.ExitStack() as stack:
+            specs = [ENGINES[name] for name in self._options.engines]
+            workers, failures = start_all(specs, lambda spec: self._start(spec, model), stack)
+            vocab_size = model.spec.vocab_size
+            greedy = compare_greedy(workers, vocab_size=vocab_size)
+            limits = before
+            results = []
+            for case in self._cases:
+                result = model.case_result(case, limits)
+                print(f"{model.name}: {case.name}", flush=True)
+                run_case(result, dict(workers), vocab_size=vocab_size, rounds=self._options.rounds)
+                results.append(result)
+            limits = before.best_of(probe.limits(model, self._cases))
+            for result in results:
+                again = model.case_result(result.case, limits)
+                result.roofline_s = again.roofline_s
+                result.strict_roofline_s = again.strict_roofline_s
+            return ModelResult(
+                name=model.name,
+                num_parameters=model.num_parameters,
+                limits=limits,
+                cases=results,
+                versions={name: worker.versions for name, worker in workers.items()},
+                failures=failures,
+                greedy=greedy,
+                notes={"backends": workers["plait"].call("backends")} if "plait" in workers else {},
             )
 
-    plait_s, peer_s = [], []
-    for round_ in range(ROUNDS + 1):
-        times = _seconds(ours), _seconds(theirs)
-        if round_:
-            plait_s.append(times[0])
-            peer_s.append(times[1])
-    return Result(case=case, plait_s=plait_s, peer_s=peer_s)
+    def _start(
+        self,
+        spec: EngineSpec,
+        model: BenchModel,
+        *,
+        threads: int | None = None,
+        size: int = 1,
+        executor: str = "inline",
+    ) -> Worker:
+        return start_worker(
+            spec,
+            model.folder,
+            self._installs,
+            threads=threads or self._options.threads,
+            python_path=own_python_path(),
+            logs=self._cache / "logs",
+            tensor_parallel_size=size,
+            executor=executor,
+        )
+
+    def _write(self, report: Report) -> None:
+        folder = _PUBLISHED if self._options.publish else self._cache / "results"
+        self._save("cpu.json", report.to_json(), folder)
+        (folder / "cpu.md").write_text(document(report))
+        save_plot(report, folder / "cpu.png")
+        print(f"written: {folder}/cpu.json, cpu.md, cpu.png")
+
+    def _save(self, name: str, value: object, folder: Path | None = None) -> None:
+        folder = folder or self._cache / "results"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(value, indent=1) + "\n")
 
 
-def _seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also append JSON lines to this file")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    path = str(demo_model_path())
-    peer = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "threads": options.threads,
-    }
-    print(json.dumps(machine))
-    print(f"{'case':18}{'plait tok/s':>13}{'transformers tok/s':>20}{'ratio':>8}   range")
-    with LLM(path, dtype="float32", max_model_len=4096) as llm:
-        for case in CASES:
-            result = measure(case, llm, peer)
-            ratios = result.ratios
-            print(
-                f"{case.name:18}"
-                f"{result.tokens / statistics.median(result.plait_s):13.0f}"
-                f"{result.tokens / statistics.median(result.peer_s):20.0f}"
-                f"{statistics.median(ratios):8.2f}   {min(ratios):.2f}-{max(ratios):.2f}"
-            )
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(machine | asdict(result)) + "\n")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    bench = Bench(options)
+    if options.tp:
+        bench.tensor_parallel()
+    if options.profile_host:
+        bench.host()
+    if not options.tp and not options.profile_host:
+        bench.compare()
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from plait.kernels.errors import DtypeError, ShapeError
 from plait.kernels.rotary import reference, rotary
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-def rotary_inputs(make, *, num_tokens=7, half=4, dtype=F32, angle_dtype=F32):
+def rotary_inputs(make, *, num_tokens=7, half=4, head_dim=8, dtype=F32, angle_dtype=F32):
     angles = 9 * make.normal(num_tokens, half)
     return {
-        "x": make.normal(num_tokens, 3, 8, dtype=dtype),
+        "x": make.normal(num_tokens, 3, head_dim, dtype=dtype),
         "cos": angles.cos().to(angle_dtype),
         "sin": angles.sin().to(angle_dtype),
     }
@@ -36,6 +38,33 @@ def test_is_as_exact_as_plain_torch(make, match, half, dtype, angle_dtype):
         reference.rotary,
         rotary_inputs(make, half=half, dtype=dtype, angle_dtype=angle_dtype),
     )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("half", "head_dim"), [(1, 2), (7, 15), (8, 16), (9, 33), (16, 64), (17, 34), (32, 64)]
+)
+def test_takes_any_head_dim(make, match, half, head_dim, dtype):
+    match(rotary, reference.rotary, rotary_inputs(make, half=half, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+def test_takes_any_number_of_tokens(make, match, num_tokens):
+    """The most are enough to be shared out among threads."""
+    match(
+        rotary,
+        reference.rotary,
+        rotary_inputs(make, num_tokens=num_tokens, half=20, head_dim=41, dtype=BF16),
+    )
+
+
+def test_angles_may_be_strided(make, match):
+    inputs = rotary_inputs(make)
+    for name in ("cos", "sin"):
+        inputs[name] = make.normal(7, 11)[:, 3:7]
+    match(rotary, reference.rotary, inputs)
+    inputs["cos"], inputs["x"] = make.normal(4, 7).T, make.normal(8, 3, 7).permute(2, 1, 0)
+    match(rotary, reference.rotary, inputs)
 
 
 @pytest.mark.parametrize("op", [rotary, reference.rotary])

@@ -1,6 +1,7 @@
 """selective_scan."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from plait.kernels.errors import DtypeError, KernelError, ShapeError
+from plait.kernels.native import NativeLibrary
 from plait.kernels.rounding import StochasticRounding, round_stochastically
 from plait.kernels.selective_scan import reference, selective_scan
 from plait.kernels.selective_state_update import selective_state_update
@@ -19,6 +21,7 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 # The chunk of the C code and that of torch have 32 tokens.
 LENGTHS = [1, 2, 31, 32, 33, 63, 64, 65, 300]
+FUNCTIONS = NativeLibrary(Path(__file__).with_name("state_functions.c"), decays="pppii")
 TOKEN_INPUTS = ("x", "dt", "B", "C", "z")
 
 
@@ -412,6 +415,36 @@ class TestNative:
     @pytest.fixture
     def backend(self, native_backend):
         return native_backend
+
+    def test_decays_are_exact_to_a_unit_in_the_last_place(self, make):
+        steps = make.uniform(1 << 16, low=-8.0, high=4.0).exp()
+        rates = -make.uniform(1 << 16, low=-4.0, high=3.0).exp()
+        results = []
+        for is_bounded in (True, False):
+            decays = torch.empty(1 << 16)
+            FUNCTIONS.load().decays(
+                steps.data_ptr(), rates.data_ptr(), decays.data_ptr(), is_bounded, 1 << 16
+            )
+            results.append(decays)
+        log2e = torch.tensor(1.44269504)
+        power = steps * (rates * log2e)
+        kept = power.abs() < 126
+        assert torch.equal(results[0][kept], results[1][kept])
+        exact = torch.exp2(steps.double() * (rates * log2e).double())[kept]
+        ulps = (results[1][kept] - exact).abs() / (exact * torch.finfo(F32).eps)
+        # Without fused operations the product is rounded too.
+        assert (ulps < 1 + power[kept].abs()).all()
+        assert ulps[power[kept].abs() < 1].max() < 2
+
+    def test_decays_at_the_limits(self):
+        inf, nan = math.inf, math.nan
+        steps = torch.tensor([0.0, 0.0, 1.0, 1.0, 1e30, inf, 1.0, 1.0, nan, 1.0, 1.0, 0.0])
+        rates = torch.tensor([-1.0, 9.0, 0.0, -inf, -1e30, -1.0, 90.0, inf, -1.0, nan, -90.0, 0.0])
+        steps, rates = (torch.cat([value, value.new_zeros(4)]) for value in (steps, rates))
+        decays = torch.empty(16)
+        FUNCTIONS.load().decays(steps.data_ptr(), rates.data_ptr(), decays.data_ptr(), False, 16)
+        expected = torch.tensor([1, 1, 1, 0, 0, 0, inf, inf, nan, nan, 0, 1, 1, 1, 1, 1.0])
+        torch.testing.assert_close(decays, expected, rtol=0, atol=0, equal_nan=True)
 
     @pytest.mark.parametrize("lengths", [(70,), (33, 1, 40)])
     def test_threads_do_not_change_a_bit(self, make, run, lengths):

@@ -118,6 +118,82 @@ def test_arguments_may_be_columns_of_wider_matrices(make, run):
         assert torch.equal(value.nan_to_num(), other.nan_to_num())
 
 
+@pytest.mark.parametrize("rates_by_state", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups"),
+    [(130, 1, 1), (130, 1, 13), (66, 3, 2), (3, 70, 1), (2, 150, 2), (63, 1, 63)],
+)
+def test_blocks_of_heads(make, match, heads, head_dim, groups, rates_by_state):
+    sizes = {"heads": heads, "head_dim": head_dim, "groups": groups}
+    inputs = update_inputs(make, 3, dtype=BF16, state_dim=19, **sizes)
+    inputs["z"] = make.normal(3, heads, head_dim, dtype=BF16)
+    inputs["read_slots"][1] = 0
+    if rates_by_state:
+        inputs["A"] = -make.uniform(heads, 19, low=0.1, high=4.0)
+    match(selective_state_update, reference.selective_state_update, inputs, ["state"])
+
+
+def test_small_arguments_may_be_strided(make, run):
+    inputs = update_inputs(make, 3) | {"group_of_head": make.int64(0, 1, 1, 0)}
+    expected = run(selective_state_update, inputs, ["state"])
+    names = ("read_slots", "write_slots", "A", "D", "dt_bias", "group_of_head")
+    strided = {name: torch.stack([inputs[name]] * 3, dim=1)[:, 1] for name in names}
+    assert not any(value.is_contiguous() for value in strided.values())
+    results = run(selective_state_update, inputs | strided, ["state"])
+    for name, value in results.items():
+        assert torch.equal(value.nan_to_num(), expected[name].nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "z"])
+def test_nan_comes_out(make, run, name):
+    inputs = update_inputs(make, 2) | {"z": make.normal(2, 4, 5)}
+    inputs[name][1].flatten()[3] = torch.nan
+    assert inputs[name][1].isnan().any()
+    out = run(selective_state_update, inputs, ["state"])["out"]
+    assert out[0].isfinite().all()
+    assert out[1].isnan().any()
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_slots_far_apart_in_memory(make, run, tmp_path, state_dtype):
+    inputs = update_inputs(make, 3, state_dtype=state_dtype)
+    expected = run(selective_state_update, inputs, ["state"])
+    near, stride = inputs["state"], 2**30 + 24
+    unit = near[0].numel()
+    # A file with holes: what nobody touches takes no space.
+    file = torch.from_file(
+        str(tmp_path / "state"),
+        shared=True,
+        size=(len(near) - 1) * stride + unit,
+        dtype=state_dtype,
+    )
+    far = file.as_strided(near.shape, (stride, *near.stride()[1:]))
+    far.copy_(near)
+    assert torch.equal(selective_state_update(**(inputs | {"state": far})), expected["out"])
+    torch.testing.assert_close(far, expected["state"], rtol=0, atol=0, equal_nan=True)
+
+
+class TestNative:
+    """What only C code promises."""
+
+    @pytest.fixture
+    def backend(self, native_backend):
+        return native_backend
+
+    @pytest.mark.parametrize(("heads", "head_dim"), [(150, 1), (5, 64)])
+    def test_threads_do_not_change_a_bit(self, make, run, heads, head_dim):
+        sizes = {"heads": heads, "head_dim": head_dim, "groups": 1, "state_dim": 64}
+        inputs = update_inputs(make, 5, dtype=BF16, **sizes)
+        results = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(run(selective_state_update, inputs, ["state"]))
+        written = inputs["write_slots"]
+        for other in results[1:]:
+            assert torch.equal(other["out"], results[0]["out"])
+            assert torch.equal(other["state"][written], results[0]["state"][written])
+
+
 def test_dtypes_may_be_mixed(make, match):
     inputs = update_inputs(make, 3, dtype=BF16)
     inputs["dt"] = inputs["dt"].float()

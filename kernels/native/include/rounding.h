@@ -17,9 +17,7 @@ INLINE uint32_t row_key(int64_t seed, int64_t position, int64_t layer) {
     return mix(key ^ (uint32_t)layer);
 }
 INLINE vu element_bits(uint32_t key, uint32_t first_element) {
-    vu h;
-    for (int i = 0; i < LANES; i++) h[i] = first_element + (uint32_t)i;
-    h ^= key;
+    vu h = ((vu)LANE_NUMBERS + first_element) ^ key;
     h = (h ^ h >> 16) * 0x7feb352du;
     h = (h ^ h >> 15) * 0x846ca68bu;
     return h ^ h >> 16 ^ mix(key + 0x9e3779b9u);
@@ -30,13 +28,11 @@ INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 // Up or down to a neighbour, with the probability that makes the mean exact. What lies beyond the
 // largest finite value, and what is not finite, is rounded to nearest.
 INLINE vh round_bf16(vf x, vu bits) {
-    vf lower = (vf)((vu)x + (bits >> 16));
+    vu word = (vu)x, nearest = 0x7fff + (word >> 16 & 1);
     vu is_inside = (vu)(magnitude(x) <= 0x1.fep127f);
-    vu nearest;
-    vh half = bf16_of_vf(x);
-    for (int i = 0; i < LANES; i++) nearest[i] = half[i];
-    vu rounded = (is_inside & (vu)lower >> 16) | (~is_inside & nearest);
-    return __builtin_convertvector(rounded, vh);
+    vu rounded = (word + ((is_inside & bits >> 16) | (~is_inside & nearest))) >> 16;
+    vu is_number = (vu)(x == x), quiet = word >> 16 | 0x40;
+    return __builtin_convertvector((is_number & rounded) | (~is_number & quiet), vh);
 }
 INLINE vh round_fp16(vf x, vu bits) {
     vf size = magnitude(x);
