@@ -18,8 +18,9 @@ from plait.kernels.silu_and_mul import native as silu_and_mul
 from tests.kernels.conftest import NATIVE_VARIANTS, forget_choices
 
 CPU = torch.device("cpu")
-KERNELS = Path(native.__file__).parents[1]
-SOURCES = [*sorted(KERNELS.glob("*/native.c")), KERNELS / "native" / "probe.c"]
+PACKAGE = Path(native.__file__).parents[2]
+KERNELS = PACKAGE / "kernels"
+SOURCES = [*sorted(PACKAGE.glob("*/*/native.c")), KERNELS / "native" / "probe.c"]
 RUNNABLE = list(dict.fromkeys(variant for variant, _ in NATIVE_VARIANTS))
 PORTABLE = ISAS["portable"]
 
