@@ -1,7 +1,7 @@
 // selective_scan; arguments as in op.py.
 //
-// T packed tokens, R rows, C channels, N state dim, S slots, E checkpoints. Lanes hold channels: the
-// sum over N needs no step across lanes, and step sizes, gates and skips are vectors like the rest.
+// T packed tokens, R rows, C channels, N state dim, S slots, E checkpoints. Lanes hold channels:
+// the sum over N needs no step across lanes, and step sizes, gates and skips are vectors like it.
 // A block of channels goes through a chunk of tokens in three stages, with all that it touches in
 // the first-level cache; one exponential per channel, state element and token is most of the work.
 #include <stdlib.h>
@@ -64,7 +64,7 @@ INLINE void load_channels(float *lanes, const void *from, enum dtype dtype, int6
         for (int64_t i = 0; i < LANES; i++) store(lanes, FLOAT32, (n + i) * LANES, square[i]);
     }
 }
-// The state of a slot after token `offset` of `row`, from lanes to (C, N).
+// From lanes to (C, N) of a slot.
 INLINE void store_channels(const struct scan *s, const float *lanes, enum dtype dtype,
                            bool is_stochastic, int64_t slot, int64_t channel, int64_t count,
                            uint32_t key) {
@@ -199,7 +199,8 @@ INLINE void finish_chunk(const struct scan *s, const struct work *w, enum dtype 
             if (s->D)
                 y += load_upto(s->D, FLOAT32, first, count) *
                      load_upto(s->x.data, dtype, token * s->x.token + first, count);
-            if (s->z.data) y *= silu(load_upto(s->z.data, dtype, token * s->z.token + first, count));
+            if (s->z.data)
+                y *= silu(load_upto(s->z.data, dtype, token * s->z.token + first, count));
             store_upto(s->out, dtype, token * s->channels + first, count, y);
         }
 }

@@ -2,9 +2,9 @@
 //
 // B batch, H heads, G groups, P head dim, N state dim, S slots. A line is the N elements of a state
 // that make one output; the lines of a row follow one another in memory, as their inputs and
-// outputs (H, P) do. The states are most of what a decode step moves: each is read and written once, in the
-// order of memory. Lines go one by one, for a few at a time are a few streams, which memory serves
-// at half the speed; the sums of LANES lines are added up together.
+// outputs (H, P) do. The states are most of what a decode step moves: each is read and written
+// once, in the order of memory. Lines go one by one, for a few at a time are a few streams, which
+// memory serves at half the speed; the sums of LANES lines are added up together.
 #include <stdlib.h>
 
 #include "decay.h"
@@ -37,7 +37,7 @@ struct update {
 struct work {
     float *B, *C;  // (N) of `group` of `row`, filled up with zeros to whole vectors
     int64_t row, group;
-    // By head: the step size, and what multiplies the state or, where A has N rates, the step again.
+    // By head: the step size, and what multiplies the state; the step again where A has N rates.
     float head_steps[BLOCK], head_factors[BLOCK];
     // By line.
     float inputs[BLOCK], factors[BLOCK], skips[BLOCK], y[BLOCK];
@@ -87,7 +87,7 @@ INLINE vf advance_vector(struct variant v, struct slots s, int64_t element, int6
     return sum + h * C;
 }
 
-// `lines` lines, at most LANES, line by line: long ones are the only stream that way. The sum of the
+// `lines` lines, at most LANES, one by one: long ones are the only stream that way. The sum of the
 // lanes of each of `sums` is the output of a line.
 INLINE void advance_long(struct variant v, struct slots s, int64_t element, int64_t lines,
                          int64_t N, const float *factors, const float *inputs, const float *B,

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from plait_testing.collective_rank import Ranks, contribution
 
 from plait.worker.collectives import TensorParallel
 from plait.worker.errors import RankError
+from plait.worker.shared_memory import group
+from plait.worker.shared_memory.group import Peer
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CHUNK = (2 << 20) // 4  # float32 elements that go through the segment at once
@@ -139,8 +143,20 @@ def test_without_a_compiler_sums_go_through_gloo(tmp_path):
         ranks.close()
 
 
+def test_a_process_is_told_from_a_later_one_with_its_id():
+    me = Peer.here()
+    assert me.is_alive()
+    assert not replace(me, start_ticks=me.start_ticks + 1).is_alive()
+    child = subprocess.Popen(["true"])
+    peer = Peer(child.pid, group._stat(child.pid)[1])
+    time.sleep(0.2)  # ended, but its parent has not waited for it: a zombie
+    assert not peer.is_alive()
+    child.wait()
+    assert not peer.is_alive()
+
+
 def test_one_rank_needs_nobody():
-    group, x = TensorParallel(), torch.ones(3, 4)
-    assert group.all_reduce(x) is x
-    assert group.all_gather(x) is x
-    group.close()
+    alone, x = TensorParallel(), torch.ones(3, 4)
+    assert alone.all_reduce(x) is x
+    assert alone.all_gather(x) is x
+    alone.close()

@@ -10,10 +10,10 @@ import mmap
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -22,10 +22,10 @@ from plait.worker.errors import RankError
 
 library = NativeLibrary(
     Path(__file__).with_name("native.c"),
-    counting=("all_reduce", "all_gather", "first_missing"),
+    counting=("all_reduce", "all_gather", "is_missing"),
     all_reduce="piiipiiiiii",
     all_gather="piiipiipiii",
-    first_missing="piii",
+    is_missing="piii",
 )
 
 DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -42,6 +42,25 @@ _PATIENCE_US: Final = 100_000
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process, told from a later one with the same id by when it was started."""
+
+    pid: int
+    start_ticks: int  # since boot: setting the clock does not change it
+
+    @classmethod
+    def here(cls) -> "Peer":
+        return cls(os.getpid(), _stat(os.getpid())[1])
+
+    def is_alive(self) -> bool:
+        try:
+            state, start_ticks = _stat(self.pid)
+        except OSError:
+            return False
+        return start_ticks == self.start_ticks and state not in "ZX"
+
+
 class SharedMemoryGroup:
     """The collectives of one rank over a mapped segment.
 
@@ -50,12 +69,12 @@ class SharedMemoryGroup:
     """
 
     def __init__(
-        self, segment: mmap.mmap, *, rank: int, peers: list[tuple[int, float]], timeout_s: float
+        self, segment: mmap.mmap, *, rank: int, peers: list[Peer], timeout_s: float
     ) -> None:
         self._memory = torch.frombuffer(segment, dtype=torch.uint8)
         self._base = self._memory.data_ptr()
         self._rank = rank
-        self._peers = peers  # process id and start time of every rank
+        self._peers = peers  # by rank, this one included
         self._timeout_s = timeout_s
         self._operation = 0
 
@@ -126,21 +145,25 @@ class SharedMemoryGroup:
             deadline = self._check_peers(stage, deadline)
 
     def _check_peers(self, arrivals: int, deadline: float) -> float:
-        """Raise if a rank is gone or the time is over; else give the deadline of this operation."""
-        for rank, (pid, started) in enumerate(self._peers):
-            if not _is_alive(pid, started):
-                raise RankError(f"rank {rank} (process {pid}) is gone; rank {self._rank} waited")
+        """Raise if a missing rank is gone or the time is over; else give the deadline."""
+        missing = [rank for rank in range(len(self._peers)) if self._is_missing(rank, arrivals)]
+        for rank in missing:
+            peer = self._peers[rank]
+            if not peer.is_alive():
+                raise RankError(
+                    f"rank {rank} (process {peer.pid}) is gone; rank {self._rank} waited"
+                )
         if deadline == 0.0:
             return time.monotonic() + self._timeout_s
-        if time.monotonic() > deadline:
-            missing = library.load().first_missing(
-                self._base, len(self._peers), self._operation, arrivals
-            )
+        if missing and time.monotonic() > deadline:
             raise RankError(
-                f"rank {missing} did not come to operation {self._operation} within "
+                f"rank {missing[0]} did not come to operation {self._operation} within "
                 f"{self._timeout_s:g} s; rank {self._rank} waited"
             )
         return deadline
+
+    def _is_missing(self, rank: int, arrivals: int) -> bool:
+        return bool(library.load().is_missing(self._base, rank, self._operation, arrivals))
 
 
 def join(*, rank: int, size: int, timeout_s: float) -> SharedMemoryGroup | None:
@@ -148,14 +171,14 @@ def join(*, rank: int, size: int, timeout_s: float) -> SharedMemoryGroup | None:
 
     All ranks get the same answer: they share memory only if every one of them could map it.
     """
-    me = (os.getpid(), psutil.Process().create_time())
+    me = Peer.here()
     reason = _unfit(size)
     descriptor = -1
     offer: list[tuple[str, bytes] | None] = [None]
     if rank == 0 and not reason:
         try:
             descriptor, token = _create(size)
-            offer = [(f"/proc/{me[0]}/fd/{descriptor}", token)]
+            offer = [(f"/proc/{me.pid}/fd/{descriptor}", token)]
         except OSError as exc:
             reason = f"no memory of {_segment_bytes(size):,} bytes: {exc}"
     dist.broadcast_object_list(offer, src=0)
@@ -165,7 +188,7 @@ def join(*, rank: int, size: int, timeout_s: float) -> SharedMemoryGroup | None:
             segment = _map(*offer[0], size=size)
         except (OSError, ValueError) as exc:
             reason = f"the memory of rank 0 cannot be mapped: {exc}"
-    answers: list[tuple[str, tuple[int, float]]] = [("", me)] * size
+    answers: list[tuple[str, Peer]] = [("", me)] * size
     dist.all_gather_object(answers, (reason, me))
     if descriptor >= 0:
         os.close(descriptor)
@@ -226,9 +249,7 @@ def _map(path: str, token: bytes, *, size: int) -> mmap.mmap:
     return segment
 
 
-def _is_alive(pid: int, started: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start time of a process; the name before them may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])

@@ -150,11 +150,8 @@ EXPORT int64_t all_gather(void *base, int64_t rank, int64_t size, int64_t capaci
     return 0;
 }
 
-// The first rank that has not got as far as operation's stage `arrivals`; -1 if all have.
-EXPORT int64_t first_missing(void *base, int64_t size, int64_t operation, int64_t arrivals) {
-    struct segment s = {base, 0, size, 0};
-    for (int64_t rank = 0; rank < size; rank++)
-        if (atomic_load(&line_of(&s, rank)->arrived) < 2 * (uint64_t)operation + (uint64_t)arrivals)
-            return rank;
-    return -1;
+// Whether `rank` has not got as far as `arrivals` arrivals of the operation.
+EXPORT int64_t is_missing(void *base, int64_t rank, int64_t operation, int64_t arrivals) {
+    struct segment s = {base, 0, 0, 0};
+    return atomic_load(&line_of(&s, rank)->arrived) < 2 * (uint64_t)operation + (uint64_t)arrivals;
 }
