@@ -33,7 +33,7 @@ from plait.worker.errors import PlanError, PlanMismatch, RankError, WeightsError
 MODEL = str(demo_model_path())
 OPTIONS = {"device": "cpu", "dtype": "float32", "cache_memory": "8MiB", "max_num_seqs": 4}
 SETTINGS = engine_settings(OPTIONS | {"tensor_parallel_size": 2})
-START_S = 90.0  # far above what a loaded machine needs, far below the time limits that would hold
+START_S = 90.0  # a hang shows, a loaded machine passes
 LONG = RequestSpec(request_id="long", prompt_token_ids=(1, 5, 9), max_tokens=500, seed=1)
 
 
