@@ -41,8 +41,6 @@ struct work {
     float values[CHUNK * BLOCK];  // step x, and after the scan y
 };
 
-INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 // RUN with the constant DTYPE that equals `value`.
 #define FOR_DTYPE(value, RUN)                                                  \
     switch (value) {                                                           \

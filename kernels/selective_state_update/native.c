@@ -49,8 +49,6 @@ struct variant {
     bool is_stochastic, A_by_state;
 };
 
-INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 static vf load_any(const void *base, enum dtype dtype, int64_t index, int64_t count) {
     if (dtype == FLOAT32) return load_upto(base, FLOAT32, index, count);
     if (dtype == BFLOAT16) return load_upto(base, BFLOAT16, index, count);

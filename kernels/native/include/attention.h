@@ -30,8 +30,6 @@ struct attention {
     int64_t *head_bounds, *head_of;
 };
 
-INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 static void *allocate(int64_t bytes) {
     void *memory = aligned_alloc(64, (size_t)round_up(max64(1, bytes), 64));
     if (memory == NULL) abort();

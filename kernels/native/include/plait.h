@@ -36,6 +36,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 INLINE int64_t dtype_bytes(enum dtype dtype) { return dtype == FLOAT32 ? 4 : 2; }
 

@@ -16,8 +16,6 @@
 // Chunks of so few tokens are faster token by token.
 #define FEW_TOKENS 4
 
-INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 struct strided {
     const void *data;
     enum dtype dtype;
