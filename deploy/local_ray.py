@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -34,9 +34,11 @@ def ray_session(address: str | None, *, dashboard: bool) -> Iterator[None]:
             ray.init(address=address, logging_level="WARNING")
         yield
     finally:
+        # Ray's agents overwrite their environment with a title: these are known by descent.
+        children = psutil.Process().children(recursive=True) if address is None else []
         within(_SHUTDOWN_LIMIT_S, ray.shutdown, "Ray's shutdown")
         if address is None:
-            _sweep(mark)
+            _sweep(mark, children)
 
 
 def within(limit_s: float, action: Callable[[], object], name: str) -> None:
@@ -48,13 +50,13 @@ def within(limit_s: float, action: Callable[[], object], name: str) -> None:
         logger.warning("%s did not end within %g s", name, limit_s)
 
 
-def _sweep(mark: str) -> None:
-    """End every process that carries our mark."""
-    left = []
+def _sweep(mark: str, children: Iterable[psutil.Process]) -> None:
+    """End `children` and every process that carries our mark."""
+    left = set(children)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
-                left.append(process)
+                left.add(process)
     _, alive = psutil.wait_procs(left, timeout=2.0)
     for process in alive:
         with contextlib.suppress(psutil.Error):

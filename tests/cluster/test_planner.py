@@ -1,11 +1,12 @@
-import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from plait.cluster import planner
 from plait.cluster.pages import PageAllocator
 from plait.cluster.planner import (
     DEFAULT_NUM_SEQS,
@@ -124,13 +125,16 @@ def test_public_models_lose_at_most_one_percent_per_kind(name, tp):
     assert all(map(loses_at_most_one_percent, layout.kinds))
 
 
-def test_every_public_config_is_planned_fast_at_every_tp_size():
+def test_every_public_config_is_planned_in_few_steps_at_every_tp_size(monkeypatch):
+    """Steps of the search, of a microsecond each; mostly far fewer."""
+    steps = Mock(side_effect=planner._shapes)
+    monkeypatch.setattr(planner, "_shapes", steps)
     for file in sorted(CONFIGS.glob("*.json")):
         spec = load_spec(file)
         for tp in valid_tp_sizes(spec):
-            start = time.process_time()
+            steps.reset_mock()
             layout_of(spec, tp=tp)
-            assert time.process_time() - start < 0.5, (file.name, tp)
+            assert steps.call_count < 500, (file.name, tp)
 
 
 units_lists = st.lists(
