@@ -6,6 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from plait.kernels.native import recorded
 from plait.worker.shared_memory import SharedMemoryGroup, join
 from plait.worker.shared_memory.group import DTYPES
 
@@ -55,10 +56,7 @@ class TensorParallel:
             RankError: another rank is gone.
         """
         if self.size > 1:
-            if self._shared is not None and x.dtype in DTYPES and x.is_contiguous():
-                self._shared.all_reduce(x)
-            else:
-                dist.all_reduce(x)
+            recorded(self._all_reduce, x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,8 +65,15 @@ class TensorParallel:
         Raises:
             RankError: another rank is gone.
         """
-        if self.size == 1:
-            return x
+        return x if self.size == 1 else recorded(self._all_gather, x)
+
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        if self._shared is not None and x.dtype in DTYPES and x.is_contiguous():
+            self._shared.all_reduce(x)
+        else:
+            dist.all_reduce(x)
+
+    def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if self._shared is not None and self._shared.can_gather(x):
             return self._shared.all_gather(x.contiguous())
         parts = [torch.empty_like(x) for _ in range(self.size)]

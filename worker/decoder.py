@@ -96,11 +96,12 @@ class Decoder:
         are -inf.
         """
         eps = self._spec.norm_eps
+        wants_some = len(batch.logit_rows) != len(batch.token_ids)
         rotations = {rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}
         hidden = self._embed(batch.token_ids)
         x = rms_norm(hidden.to(self._dtype), self._norms[0], eps=eps)
         for branch, next_norm in zip(self._branches, self._norms[1:], strict=True):
-            if branch is self._branches[-1] and not branch.has_state:
+            if branch is self._branches[-1] and not branch.has_state and wants_some:
                 # Nothing after here depends on other tokens.
                 hidden, x = hidden[batch.logit_rows], x[batch.logit_rows]
             part = self._group.all_reduce(branch.forward(x, batch, rotations))
@@ -114,10 +115,10 @@ class Decoder:
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Vocabulary-parallel embedding: a rank gives zeros for the ids of others."""
         start, stop = self._vocab
-        mine = (token_ids >= start) & (token_ids < stop)
         if self._group.size == 1:
             hidden = embedding(token_ids, self._embedding)
         elif stop > start:
+            mine = (token_ids >= start) & (token_ids < stop)
             hidden = embedding((token_ids - start) * mine, self._embedding) * mine[:, None]
         else:
             shape = (len(token_ids), self._spec.hidden_dim)

@@ -3,23 +3,25 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
 
-from plait.kernels.dispatch import chosen_backends
+from plait.kernels.dispatch import NATIVE, chosen_backends
 from plait.kernels.linear.packed import PackedWeight
 from plait.kernels.moe.packed import PackedExperts
 from plait.worker import protocol
 from plait.worker.architectures import load_spec
 from plait.worker.arena import Arena
-from plait.worker.batch import SeatTable
+from plait.worker.batch import Batch, SeatTable
 from plait.worker.collectives import TensorParallel
 from plait.worker.decoder import Decoder
 from plait.worker.errors import PlanMismatch
 from plait.worker.loader import Checkpoint, check_complete, load_parameters
 from plait.worker.parameters import rank_parameters
 from plait.worker.plan import check_layout, compare_sections, layout_sections
+from plait.worker.replay import ReplayedDecode
 from plait.worker.sampler import logprobs, sample, token_digest
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class Rank:
             plan, self._group.rank, device=self._device, poison=self._request.debug_poison
         )
         self._decoder.bind(self._arena)
+        self._forward = self._forward_pass(self._decoder)
         self._warm_up()
         self._seats = self._new_seats()
         return protocol.Ready(plan_digest=plan.digest, arena_bytes=plan.arena_bytes)
@@ -121,7 +124,7 @@ class Rank:
             self._arena.poison_units(kind, units)
         seats.apply(step)
         batch = seats.batch(step)
-        logits = self._decoder.forward(batch)
+        logits = self._forward(batch)
         specs = [seats.sampling[seat] for seat in batch.sampled_seats]
         best = logits.max(dim=-1)  # NaN where a row has one
         tokens = sample(logits, specs, batch.sampled_positions, likeliest=best.indices)
@@ -139,6 +142,18 @@ class Rank:
             logprobs=logprobs(logits, tokens, specs),
             token_digest=token_digest(token_ids),
             logits=logits.cpu().numpy().tobytes() if step.all_logits else b"",
+        )
+
+    def _forward_pass(self, decoder: Decoder) -> Callable[[Batch], torch.Tensor]:
+        """The forward pass; where all kernels are C code, short decode steps are replayed."""
+        if set(chosen_backends(self._device).values()) != {NATIVE.name}:
+            return decoder.forward
+        request = self._request
+        width = -(-request.max_model_len // request.layout.block_size)
+        return ReplayedDecode(
+            decoder.forward,
+            max_rows=request.max_num_seqs,
+            table_widths=(width,) * len(request.layout.kv_kinds),
         )
 
     def _warm_up(self) -> None:

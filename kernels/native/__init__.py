@@ -3,15 +3,19 @@
 from plait.kernels.native.build import NativeBuildError, unavailable
 from plait.kernels.native.isa import ISA_VARIABLE, ISAS, Isa, chosen_isa
 from plait.kernels.native.library import NativeLibrary, dtype_code, pointer
+from plait.kernels.native.recording import MemoryPool, Recording, recorded
 
 __all__ = [
     "ISAS",
     "ISA_VARIABLE",
     "Isa",
+    "MemoryPool",
     "NativeBuildError",
     "NativeLibrary",
+    "Recording",
     "chosen_isa",
     "dtype_code",
     "pointer",
+    "recorded",
     "unavailable",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.kernels.native.build import NativeBuildError, build
 from plait.kernels.native.isa import Isa, chosen_isa
+from plait.kernels.native.recording import Recording
 
 # As `enum dtype` in plait.h.
 _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,7 +56,12 @@ class NativeLibrary:
                 **{name: self._function(library, name) for name in self._functions}
             )
             self._loaded[isa] = found
-        return found
+        recording = Recording.current
+        if recording is None:
+            return found
+        return SimpleNamespace(
+            **{name: recording.native(function) for name, function in vars(found).items()}
+        )
 
     def _function(self, library: ctypes.CDLL, name: str) -> Callable[..., int | None]:
         function = library[name]

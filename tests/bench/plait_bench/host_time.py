@@ -1,39 +1,34 @@
-"""How much of a step is spent in kernels, so that the rest is time of the host."""
+"""How much of a step is spent in C kernels, so that the rest is time of the host."""
 
-import functools
-import inspect
 from collections import defaultdict
 from collections.abc import Callable
+from importlib import import_module
 from time import perf_counter
-from types import ModuleType, TracebackType
-from typing import Any
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
 
-import torch
-
-from plait.kernels.dispatch import CANDIDATES, implementation
+from plait.kernels.dispatch import CANDIDATES
 
 
 class KernelTimer:
-    """While open, times every function of the chosen kernel modules; `seconds` is by op.
+    """Times every C function that is called while it is open; `seconds` is by op.
 
-    A function that another one of them calls counts as part of its caller.
+    Decode steps that were recorded before call the functions of that time, and are not seen.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._depth = 0
-        self._originals: list[tuple[ModuleType, str, Any]] = []
+        self._originals: list[tuple[SimpleNamespace, str, Any]] = []
 
     def reset(self) -> None:
         self.seconds.clear()
 
-    def __enter__(self) -> "KernelTimer":
+    def __enter__(self) -> Self:
         for op in CANDIDATES:
-            module = implementation(op, torch.device("cpu"))
-            for name, function in inspect.getmembers(module, inspect.isfunction):
-                if function.__module__ == module.__name__ and not name.startswith("_"):
-                    self._originals.append((module, name, function))
-                    setattr(module, name, self._timed(op, function))
+            functions = import_module(f"plait.kernels.{op}.native").library.load()
+            for name, function in list(vars(functions).items()):
+                self._originals.append((functions, name, function))
+                setattr(functions, name, self._timed(op, function))
         return self
 
     def __exit__(
@@ -46,16 +41,10 @@ class KernelTimer:
             setattr(*self._originals.pop())
 
     def _timed(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*args: object, **kwargs: object) -> object:
-            if self._depth:
-                return function(*args, **kwargs)
-            self._depth += 1
+        def run(*arguments: object) -> object:
             start = perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[op] += perf_counter() - start
-                self._depth -= 1
+            result = function(*arguments)
+            self.seconds[op] += perf_counter() - start
+            return result
 
         return run
