@@ -135,7 +135,7 @@ def recorded(function: Callable[..., Result], *arguments: object) -> Result:
         Recording.current = recording
 
 
-class _ReadGuard(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _ReadGuard(TorchFunctionMode):
     """Notices what reads values past the dispatcher."""
 
     def __init__(self, recording: Recording) -> None:
@@ -154,11 +154,11 @@ class _ReadGuard(TorchFunctionMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _TorchRecorder(TorchDispatchMode):
+class _TorchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators, and gives memory of the pool to what is made empty."""
 
     def __init__(self, recording: Recording, pool: MemoryPool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self._pool = pool
 
