@@ -150,11 +150,11 @@ class Mamba2Layer:
             dt_bias=self._dt_bias,
             dt_limit=self._spec.dt_limit,
             group_of_head=self._group_of_head,
-            rounding=self._rounding(decode.seq_lens - 1),
+            rounding=self._rounding(decode.seq_lens, offset=-1),
         )
 
-    def _rounding(self, positions: torch.Tensor) -> StochasticRounding | None:
-        """Random bits for the states after the tokens from `positions` (R,) on, if asked for.
+    def _rounding(self, positions: torch.Tensor, *, offset: int = 0) -> StochasticRounding | None:
+        """Random bits for the states after the tokens from `positions` (R,) + offset, if asked for.
 
         All sequences share one seed: what a sequence computes depends on its own tokens alone.
         """
@@ -163,7 +163,7 @@ class Mamba2Layer:
         spec, heads = self._spec, self._shard.heads
         return StochasticRounding(
             seeds=torch.full_like(positions, self._rounding_seed, dtype=torch.int64),
-            positions=positions.long(),
+            positions=positions.long() + offset,
             layer=self._layer,
             first_element=heads.start * spec.head_dim * spec.state_dim,
         )
