@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.kernels.native.build import NativeBuildError, build
 from plait.kernels.native.isa import Isa, chosen_isa
-from plait.kernels.native.recording import Recording
+from plait.kernels.native.recording import open_recording
 
 # As `enum dtype` in plait.h.
 _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -56,7 +56,7 @@ class NativeLibrary:
                 **{name: self._function(library, name) for name in self._functions}
             )
             self._loaded[isa] = found
-        recording = Recording.current
+        recording = open_recording()
         if recording is None:
             return found
         return SimpleNamespace(

@@ -5,12 +5,13 @@ A recording keeps the calls alone: C functions with their arguments, and operato
 results are copied to where they went the first time.
 """
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +60,9 @@ class MemoryPool:
 class Recording:
     """The calls that `record` saw, for `replay` on the same inputs in memory.
 
-    While one is open, `NativeLibrary.load` and `call` report to it. `obstacle` says why a replay
+    While one is open in a thread, what that thread does reports to it. `obstacle` says why a replay
     would not do the same: the function read values and may have decided on them.
     """
-
-    current: "ClassVar[Recording | None]" = None
 
     def __init__(self, pool: MemoryPool) -> None:
         self.obstacle: str | None = None
@@ -72,9 +71,9 @@ class Recording:
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
-        if Recording.current is not None:
+        if _open.recording is not None:
             raise RuntimeError("a recording inside of a recording")
-        Recording.current = self
+        _open.recording = self
         self._modes.enter_context(_ReadGuard(self))
         self._modes.enter_context(_TorchRecorder(self, self._pool))
         return self
@@ -86,7 +85,7 @@ class Recording:
         trace: TracebackType | None,
     ) -> None:
         self._modes.close()
-        Recording.current = None
+        _open.recording = None
 
     def replay(self) -> None:
         """Do it all again; results lie where they lay before."""
@@ -120,19 +119,33 @@ class Recording:
         return result
 
 
+class _Open(threading.local):
+    """The recording of this thread, if one is open."""
+
+    recording: Recording | None = None
+
+
+_open = _Open()
+
+
+def open_recording() -> Recording | None:
+    """The recording that this thread's calls go to."""
+    return _open.recording
+
+
 def recorded(function: Callable[..., Result], *arguments: object) -> Result:
     """Run `function`, which gives or changes a tensor; an open recording keeps it as one call.
 
     For what is more than an operator or a C function, such as talk with other processes.
     """
-    recording = Recording.current
+    recording = _open.recording
     if recording is None:
         return function(*arguments)
-    Recording.current = None
+    _open.recording = None
     try:
         return recording.operator(function, arguments, {})
     finally:
-        Recording.current = recording
+        _open.recording = recording
 
 
 class _ReadGuard(TorchFunctionMode):
@@ -149,7 +162,7 @@ class _ReadGuard(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if func in _READS and Recording.current is self._recording:
+        if func in _READS and _open.recording is self._recording:
             self._recording.obstacle = f"Tensor.{func.__name__} reads values"
         return func(*args, **(kwargs or {}))
 
@@ -170,7 +183,7 @@ class _TorchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if Recording.current is not self._recording:
+        if _open.recording is not self._recording:
             return func(*args, **kwargs)
         if func is _EMPTY:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()

@@ -1,6 +1,7 @@
 """Recorded calls, done again on other values in the same memory."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -135,6 +136,17 @@ def test_c_function_that_returns_something_else():
 def test_error_while_recording_ends_it():
     with pytest.raises(ZeroDivisionError), Recording(MemoryPool()):
         _ = 1 / 0
-    assert Recording.current is None
+    with Recording(MemoryPool()) as recording:
+        torch.ones(1)
+    recording.replay()
     with Recording(MemoryPool()), pytest.raises(RuntimeError, match="inside"):
         Recording(MemoryPool()).__enter__()
+
+
+def test_other_threads_are_not_recorded():
+    forward, x = network(), torch.ones(1, 32, dtype=torch.bfloat16)
+    with ThreadPoolExecutor(1) as other, Recording(MemoryPool()) as recording:
+        y = forward(x)
+        calls = len(recording._calls)
+        assert torch.equal(other.submit(forward, x).result(), y)
+        assert len(recording._calls) == calls > 0
