@@ -62,10 +62,18 @@ def test_a_model_that_does_not_load_is_told(tmp_path: Path):
 class Recorder:
     """Notes every call; fails from the third one on if it is asked to."""
 
-    def __init__(self, name: str, calls: list[tuple[str, list[list[int]]]], *, fails: bool = False):
+    def __init__(
+        self,
+        name: str,
+        calls: list[tuple[str, list[list[int]]]],
+        *,
+        fails: bool = False,
+        seconds: float = 1.0,
+    ):
         self._name = name
         self._calls = calls
         self._fails = fails
+        self._seconds = seconds
         self._count = 0
 
     def time(self, case: Case, prompts: list[list[int]]) -> Timing:
@@ -73,7 +81,7 @@ class Recorder:
         self._count += 1
         if self._fails and self._count == 3:
             raise WorkerError("out of memory")
-        return Timing(first_token_s=-1.0, decode_s=float(self._count))
+        return Timing(first_token_s=-1.0, decode_s=self._seconds * self._count)
 
 
 def test_engines_take_turns_with_equal_prompts_and_a_failure_is_kept():
@@ -88,6 +96,15 @@ def test_engines_take_turns_with_equal_prompts_and_a_failure_is_kept():
     assert result.measurements["one"].seconds == (2.0, 3.0, 4.0)  # the first is the warm-up
     assert result.measurements["two"].seconds == ()
     assert result.measurements["two"].error == "out of memory"
+
+
+def test_a_much_slower_engine_is_timed_once():
+    calls: list[tuple[str, list[list[int]]]] = []
+    engines = {"fast": Recorder("fast", calls), "slow": Recorder("slow", calls, seconds=8.0)}
+    result = CaseResult(case=DECODE, roofline_s=1.0, strict_roofline_s=1.0, weights_read=1.0)
+    run_case(result, dict(engines), vocab_size=50, rounds=3)
+    assert [name for name, _ in calls] == ["fast", "slow"] * 2 + ["fast"] * 2
+    assert result.measurements["slow"].seconds == (16.0,)
 
 
 def test_prompts_have_the_shape_of_the_case_and_ordinary_ids():

@@ -5,6 +5,7 @@ from typing import Final
 
 from plait_bench.registry import ENGINES, EngineSpec
 from plait_bench.results import CaseResult, Measurement, ModelResult, Report
+from plait_bench.session import SLOW_FACTOR
 
 _ERROR_LENGTH: Final = 160
 
@@ -143,12 +144,13 @@ def document(report: Report) -> str:
         [
             "# CPU benchmarks",
             "",
-            "Written by `make bench ARGS=--publish`; every number is in [cpu.json](cpu.json).",
+            "Written by `make bench`; every number is in [cpu.json](cpu.json).",
             "",
             f"{machine['processor']}, instruction sets {features}; {settings['threads']} "
             f"thread(s), {settings['rounds']} rounds in which the engines take turns, medians with "
             f"the range in brackets. Random weights; a prefill case is named by its tokens, a "
-            f"decode case by its batch, of {settings['steps']} steps after prompts of 64 tokens.",
+            f"decode case by its batch, of {settings['steps']} steps after prompts of 64 tokens. "
+            f"An engine more than {SLOW_FACTOR:g} times slower than the fastest is timed once.",
             "",
             "- ratio: Plait's rate over that of the fastest peer, round by round",
             "- roofline: the least time, with matrix products at the best rate that torch reaches "

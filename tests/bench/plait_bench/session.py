@@ -14,6 +14,7 @@ from plait_bench.results import CaseResult, Measurement, agreement
 _GREEDY_TOKENS: Final = 16
 _GREEDY_PROMPT: Final = 24
 REFERENCE_ENGINE: Final = "transformers-fp32"
+SLOW_FACTOR: Final = 4.0
 
 
 class TimedEngine(Protocol):
@@ -88,14 +89,18 @@ def run_case(
     vocab_size: int,
     rounds: int,
 ) -> None:
-    """One uncounted round to warm up, then the counted ones; an engine that fails drops out."""
+    """One uncounted round to warm up, then the counted ones; an engine that fails drops out.
+
+    One that takes `SLOW_FACTOR` times as long as the fastest is counted once.
+    """
     case = result.case
+    slow: set[str] = set()
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     errors: dict[str, str] = {}
     for round_idx in range(rounds + 1):
         prompts = make_prompts(case, vocab_size=vocab_size, round_idx=round_idx)
         for name, engine in engines.items():
-            if name in errors:
+            if name in errors or name in slow:
                 continue
             try:
                 timing = engine.time(case, prompts)
@@ -105,6 +110,10 @@ def run_case(
                 continue
             if round_idx:
                 seconds[name].append(timing.of(case))
+        if round_idx == 1 and (
+            first := {name: times[0] for name, times in seconds.items() if times}
+        ):
+            slow = {name for name in first if first[name] > SLOW_FACTOR * min(first.values())}
     for name, times in seconds.items():
         error = errors.get(name)
         result.measurements[name] = Measurement(seconds=() if error else tuple(times), error=error)
