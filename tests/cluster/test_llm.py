@@ -333,8 +333,8 @@ def test_what_cannot_be_started_says_why(tmp_path):
 
 def test_a_request_whose_logits_are_not_finite_fails_and_the_next_one_works(llm, monkeypatch):
     rank = llm.engine._executor._rank
-    forward = rank._decoder.forward
-    monkeypatch.setattr(rank._decoder, "forward", lambda batch: forward(batch) * np.nan)
+    forward = rank._forward
+    monkeypatch.setattr(rank, "_forward", lambda batch: forward(batch) * np.nan)
     with pytest.raises(RequestError, match="not finite"):
         llm.generate([STORY, STORY], GREEDY)
     monkeypatch.undo()
