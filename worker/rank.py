@@ -39,6 +39,7 @@ class Rank:
         self._device = device
         self._decoder: Decoder | None = None
         self._arena: Arena | None = None
+        self._forward: Callable[[Batch], torch.Tensor] | None = None
 
     def load(self, request: protocol.Load) -> protocol.Loaded:
         """Read the weights, build the layers, and compare them with the layout.
@@ -49,6 +50,7 @@ class Rank:
         """
         self._arena = None
         self._decoder = None
+        self._forward = None
         rank, tp = self._group.rank, self._group.size
         spec = dataclasses.replace(load_spec(request.model_path), dtype=request.dtype)
         layout = request.layout
@@ -117,8 +119,8 @@ class Rank:
     @torch.inference_mode()
     def step(self, step: protocol.StepInput) -> protocol.StepOutput:
         """Advance every row of `step` and draw its tokens."""
-        assert self._decoder is not None, "load comes first"
-        assert self._arena is not None, "allocate comes first"
+        assert self._arena is not None, "load and allocate come first"
+        assert self._forward is not None, "load and allocate come first"
         seats = self._seats
         for kind, units in step.poison.items():
             self._arena.poison_units(kind, units)

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from plait.kernels.native import MemoryPool, Recording
+from plait.kernels.native import MemoryPool, Recording, record
 from plait.worker.batch import Batch, DecodeBatch
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ReplayedDecode:
             recording, logits = found
             recording.replay()
             return logits
-        with Recording(self._pool) as recording:
+        with record(self._pool) as recording:
             logits = self._forward(inputs)
         if recording.obstacle is None:
             self._recordings[rows] = recording, logits

@@ -9,8 +9,5 @@ EXPORT void linear(const void *x, int64_t x_dtype, int64_t rows, int64_t inputs,
     struct rows source = {.x = x, .dtype = (enum dtype)x_dtype, .count = rows, .stride = x_stride};
     struct epilogue target = {.out = out, .dtype = (enum dtype)out_dtype, .stride = outputs,
                               .outputs = outputs, .scale = scale, .bias = bias};
-    if (format == WEIGHT_BF16)
-        gemm(WEIGHT_BF16, &source, inputs, panels, &target);
-    else
-        gemm(WEIGHT_INT8, &source, inputs, panels, &target);
+    gemm((enum weight_format)format, &source, inputs, panels, &target);
 }

@@ -74,10 +74,7 @@ EXPORT void moe(const void *x, int64_t x_stride, int64_t tokens, int64_t dim, in
         if (count == 0) continue;
         struct rows rows = {.x = x, .dtype = BFLOAT16, .count = count, .stride = x_stride,
                             .index = token_of + first};
-        if (format == WEIGHT_BF16)
-            run_expert(WEIGHT_BF16, &w, e, &rows, both, hidden, y);
-        else
-            run_expert(WEIGHT_INT8, &w, e, &rows, both, hidden, y);
+        run_expert((enum weight_format)format, &w, e, &rows, both, hidden, y);
         for (int64_t r = 0; r < count; r++)
             accumulate(total + token_of[first + r] * dim, y + r * dim,
                        weights[order[first + r]], dim);

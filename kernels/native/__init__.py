@@ -3,7 +3,7 @@
 from plait.kernels.native.build import NativeBuildError, unavailable
 from plait.kernels.native.isa import ISA_VARIABLE, ISAS, Isa, chosen_isa
 from plait.kernels.native.library import NativeLibrary, dtype_code, pointer
-from plait.kernels.native.recording import MemoryPool, Recording, recorded
+from plait.kernels.native.recording import MemoryPool, Recording, record, recorded
 
 __all__ = [
     "ISAS",
@@ -16,6 +16,7 @@ __all__ = [
     "chosen_isa",
     "dtype_code",
     "pointer",
+    "record",
     "recorded",
     "unavailable",
 ]

@@ -8,10 +8,9 @@ results are copied to where they went the first time.
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +35,7 @@ _READS: Final = frozenset(
 _VALUE_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _EMPTY: Final = torch.ops.aten.empty.memory_format
 _EMPTY_LIKE: Final = torch.ops.aten.empty_like.default
+_LIFT: Final = torch.ops.aten.lift_fresh.default  # what torch.tensor ends with
 
 
 class MemoryPool:
@@ -60,32 +60,14 @@ class MemoryPool:
 class Recording:
     """The calls that `record` saw, for `replay` on the same inputs in memory.
 
-    While one is open in a thread, what that thread does reports to it. `obstacle` says why a replay
-    would not do the same: the function read values and may have decided on them.
+    `obstacle` says why a replay would not do the same: values were read, and may have decided what
+    to call.
     """
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self) -> None:
         self.obstacle: str | None = None
-        self._pool = pool
         self._calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._modes = ExitStack()
-
-    def __enter__(self) -> Self:
-        if _open.recording is not None:
-            raise RuntimeError("a recording inside of a recording")
-        _open.recording = self
-        self._modes.enter_context(_ReadGuard(self))
-        self._modes.enter_context(_TorchRecorder(self, self._pool))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._modes.close()
-        _open.recording = None
+        self._constants: list[Tensor] = []  # C functions know them by address only
 
     def replay(self) -> None:
         """Do it all again; results lie where they lay before."""
@@ -116,6 +98,8 @@ class Recording:
             self._calls.append((_again, (outputs, function, arguments, keywords)))
         elif not isinstance(function, OpOverload) or function._schema.is_mutable:
             self._calls.append((_in_place, (function, arguments, keywords)))
+        elif function is _LIFT:
+            self._constants += outputs
         return result
 
 
@@ -131,6 +115,23 @@ _open = _Open()
 def open_recording() -> Recording | None:
     """The recording that this thread's calls go to."""
     return _open.recording
+
+
+@contextmanager
+def record(pool: MemoryPool) -> Iterator[Recording]:
+    """Record what this thread does in the body, which runs as usual.
+
+    Raises:
+        RuntimeError: inside of another recording.
+    """
+    if _open.recording is not None:
+        raise RuntimeError("a recording inside of a recording")
+    recording = _open.recording = Recording()
+    try:
+        with _ReadGuard(recording), _TorchRecorder(recording, pool):
+            yield recording
+    finally:
+        _open.recording = None
 
 
 def recorded(function: Callable[..., Result], *arguments: object) -> Result:

@@ -1,6 +1,8 @@
 """Offline generation with the demo model."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -422,3 +424,13 @@ def test_an_object_made_in_a_thread_outlives_it(reference, long_prompts):
     thread.join()
     with made[0] as llm:
         assert tokens_of(llm.generate([long_prompts[3]], MANY)) == [reference[3]]
+
+
+def test_a_rank_that_loads_again_keeps_nothing_of_the_model_before():
+    llm = LLM(MODEL, executor="inline", **OPTIONS)
+    llm.generate([STORY], GREEDY)
+    rank = llm.engine._executor._rank
+    before = [weakref.ref(rank._decoder), weakref.ref(rank._arena)]
+    rank.load(rank._request)
+    gc.collect()
+    assert [reference() for reference in before] == [None, None]

@@ -8,7 +8,7 @@ import torch
 
 from plait.kernels.errors import KernelError
 from plait.kernels.linear import linear, pack_weight
-from plait.kernels.native import MemoryPool, Recording, recorded
+from plait.kernels.native import MemoryPool, record, recorded
 from plait.kernels.rms_norm import add_rms_norm, rms_norm
 from plait.kernels.rms_norm_gated import rms_norm_gated
 
@@ -42,7 +42,7 @@ def test_replay_computes_what_the_function_computes(native_backend):
     forward, x = network(), torch.empty(4, 32, dtype=torch.bfloat16)
     with torch.inference_mode():
         x.copy_(torch.randn(x.shape, generator=seeded(1)))
-        with Recording(MemoryPool()) as recording:
+        with record(MemoryPool()) as recording:
             y = forward(x)
         assert recording.obstacle is None
         assert torch.equal(y, forward(x))
@@ -58,7 +58,7 @@ def test_recordings_share_memory_and_keep_their_results():
     made = []
     with torch.inference_mode():
         for x in inputs:
-            with Recording(pool) as recording:
+            with record(pool) as recording:
                 made.append((recording, forward(x), x))
         for recording, y, x in reversed(made):
             y.zero_()
@@ -100,7 +100,7 @@ def test_small_and_empty_shapes(shape):
 )
 def test_what_decides_on_values_is_noticed_and_still_done(name, function):
     x = torch.tensor([2.0, 3.0])
-    with Recording(MemoryPool()) as recording:
+    with record(MemoryPool()) as recording:
         y = function(x)
     assert torch.equal(y, function(x))
     assert recording.obstacle is not None
@@ -114,7 +114,7 @@ def test_one_call_of_many_operators():
         return x * 2
 
     x = torch.tensor([1.0])
-    with Recording(MemoryPool()) as recording:
+    with record(MemoryPool()) as recording:
         y = recorded(doubled, x) + 1
     x.fill_(5.0)
     recording.replay()
@@ -126,7 +126,7 @@ def test_one_call_of_many_operators():
 
 def test_c_function_that_returns_something_else():
     answers = iter([0, 0, 1])
-    with Recording(MemoryPool()) as recording:
+    with record(MemoryPool()) as recording:
         recording.native(lambda: next(answers))()
     recording.replay()
     with pytest.raises(KernelError, match="returned 0 then, and 1 now"):
@@ -134,19 +134,35 @@ def test_c_function_that_returns_something_else():
 
 
 def test_error_while_recording_ends_it():
-    with pytest.raises(ZeroDivisionError), Recording(MemoryPool()):
+    with pytest.raises(ZeroDivisionError), record(MemoryPool()):
         _ = 1 / 0
-    with Recording(MemoryPool()) as recording:
+    with record(MemoryPool()) as recording:
         torch.ones(1)
     recording.replay()
-    with Recording(MemoryPool()), pytest.raises(RuntimeError, match="inside"):
-        Recording(MemoryPool()).__enter__()
+    with record(MemoryPool()), pytest.raises(RuntimeError, match="inside"):
+        record(MemoryPool()).__enter__()
 
 
 def test_other_threads_are_not_recorded():
     forward, x = network(), torch.ones(1, 32, dtype=torch.bfloat16)
-    with ThreadPoolExecutor(1) as other, Recording(MemoryPool()) as recording:
+    with ThreadPoolExecutor(1) as other, record(MemoryPool()) as recording:
         y = forward(x)
         calls = len(recording._calls)
         assert torch.equal(other.submit(forward, x).result(), y)
         assert len(recording._calls) == calls > 0
+
+
+def test_constants_made_while_recording_stay():
+    addresses = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.tensor([2.0] * 64)
+        addresses.append(weight.data_ptr())
+        return rms_norm(x, weight, eps=1e-5)
+
+    x = torch.ones(2, 64)
+    with torch.no_grad(), record(MemoryPool()) as recording:
+        forward(x)
+    others = [torch.full((64,), 7.0) for _ in range(200)]
+    assert addresses[0] not in [other.data_ptr() for other in others]
+    recording.replay()

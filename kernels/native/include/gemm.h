@@ -309,8 +309,9 @@ typedef void tile_function(const struct product *, int64_t, int64_t, struct stre
 TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
 TILE(1, 4) TILE(2, 2)
 
-// One panel meets all rows. A single tile fetches what it will read itself soon; of several, each
-// fetches its part of the next panel.
+// One panel meets all rows. A single tile fetches what it will read itself soon: far enough ahead
+// to hide memory, near enough to stay in the L1 cache. Of several, each fetches its part of the
+// next panel.
 INLINE void multiply_panel(const struct product *m, int64_t p) {
     static tile_function *const BY_ROWS[TILE_ROWS + 1] = {
         NULL, multiply_1_1, multiply_2_1, multiply_3_1, multiply_4_1, multiply_5_1, multiply_6_1,
@@ -337,7 +338,7 @@ INLINE void multiply_panels(const struct product *m, int64_t p) {
     for (; p < min64(end, m->num_panels); p++) multiply_panel(m, p);
 }
 
-// out = x w for the packed weight `panels`; format must be a constant.
+// out = x w for the packed weight `panels`.
 INLINE void gemm(enum weight_format format, const struct rows *x, int64_t inputs,
                  const void *panels, const struct epilogue *e) {
     int64_t length = 2 * num_pairs(inputs);
